@@ -36,10 +36,8 @@ USUAL_WIDTH = 1024
 
 
 def choose_batching(trial: Trial, before: Batching | None = None, also: Sequence[Encoded] = ()) -> tuple[Batching, str]:
-    """Choose a layout in which the model's losses are those of single rows, and how many tokens go into one forward.
-
-    The least work is computed from the rows' lengths, so every start makes the same choice; on a GPU, only sizes whose
-    estimate fits in memory are considered. Random state and gradients stay untouched.
+    """Choose a layout in which the model's losses are those of single rows, and how many tokens go into one forward, by
+    the rows' lengths; and a line for the log. Random state and gradients stay untouched.
 
     Args:
         before: this run's earlier choice, which is used again if it is still exact.
@@ -66,8 +64,8 @@ def choose_batching(trial: Trial, before: Batching | None = None, also: Sequence
 
 
 def least_work(trial: Trial, candidates: Sequence[Batching]) -> Batching:
-    """Take the layout with the least work for a step; return its smallest size whose work exceeds the least by at most
-    ALIKE. Of equal candidates the first is taken, so every start makes the same choice."""
+    """The layout with the least work for a step, in its smallest size whose work exceeds the least by at most ALIKE;
+    the first of equal ones."""
     works = {batching: _work(trial, batching) for batching in candidates}
     least = min(candidates, key=works.__getitem__)
     alike = [b for b in candidates if dataclasses.replace(b, tokens=least.tokens) == least]
@@ -83,8 +81,8 @@ def _work(trial: Trial, batching: Batching) -> float:
 
 
 def fitting(trial: Trial, exact: Sequence[Batching]) -> list[Batching]:
-    """Return the exact batchings in every size that fits, by the estimate, into the memory of all ranks' GPUs; on CPUs,
-    in the layout's CPU sizes. If none fits, or nothing can be estimated, return the smallest size."""
+    """The exact batchings in every size that fits, by the estimate, into the memory of all ranks' GPUs, else in the
+    smallest; on CPUs, in the layout's CPU sizes."""
     if math.isinf(free_bytes(trial.accelerator.device)):
         return [
             dataclasses.replace(batching, tokens=tokens) for batching in exact for tokens in batching.way.cpu_tokens
@@ -103,8 +101,7 @@ def _room(trial: Trial) -> float:
 
 
 def _expected_bytes(trial: Trial, batching: Batching) -> float:
-    """Bytes for the forward and backward of `batching.tokens` tokens, if its rows are like those of a step's largest
-    forward."""
+    """Bytes for a forward and backward of `batching.tokens` tokens, of rows like those of a step's largest forward."""
     assert trial.job
     forwards = itertools.chain(*batching.divide(trial.spread(), row_groups(trial.accelerator)[0]))
     largest = max(filter(None, forwards), key=batching.way.tokens_in)
@@ -125,7 +122,7 @@ def _expected_bytes(trial: Trial, batching: Batching) -> float:
 
 
 def recorded(settings: Sequence[str], batching: Batching) -> dict[str, Any]:
-    """The record in a checkpoint and in the run's folder; `settings` are `--batching` and `--micro-batch-size`."""
+    """The record in a checkpoint and in the run's folder; settings are `--batching` and `--micro-batch-size`."""
     return {"asked": list(settings), "chosen": dataclasses.asdict(batching)}
 
 
@@ -142,8 +139,8 @@ def restored(record: dict[str, Any] | None, settings: Sequence[str]) -> Batching
 def write(
     accelerator: Accelerator, run_dir: RunDir, settings: Sequence[str], batching: Batching, job: list[Any]
 ) -> None:
-    """Record a run's choice, so that a run killed before its first checkpoint resumes with it. `job` identifies what
-    the choice depends on besides the launch (data, global batch size); it must be JSON-serializable."""
+    """Record a run's choice, so that a run killed before its first checkpoint resumes with it. `job`, which is written
+    as JSON, identifies what the choice depends on besides the launch."""
     record = {**recorded(settings, batching), "layout": layout_of(accelerator), "job": job}
     decided_by_main(accelerator, lambda: write_atomically(run_dir.batching, json.dumps(record, indent=2) + "\n"))
 

@@ -22,15 +22,12 @@ class Batch:
     """One forward: the model's arguments, and the targets of its kept logits.
 
     Attributes:
-        inputs: `input_ids` and `attention_mask`; for rows in one sequence also `position_ids` and attention's
-            arguments; for padded rows with images also the processor's outputs.
         keep: positions whose logits predict a target: indices (E,) in the one sequence, or a mask (B, T) of padded
             rows.
         targets: token ids to predict, in the order of `keep`, (E,).
         head: name in `loss.HEADS` of the function that computes logits and loss.
         most_logits: maximum number of logits that the head `pieces` holds at once; None: MOST_LOGITS.
-        prefix: ids of the tokens before each row that are read into a cache, and so not in `input_ids`, (1, P); None
-            without a cache.
+        prefix: ids of the tokens that are read into a cache before each row, and so not in `input_ids`, (1, P).
     """
 
     inputs: dict[str, Any]
@@ -48,10 +45,7 @@ def empty(pad_token_id: int) -> Batch:
 
 def in_one_sequence(rows: Sequence[Encoded], prefix: int = 0) -> Batch:
     """A forward of the `prefix` tokens that all rows begin with and that predict no target, then each row's own tokens.
-    The rows are not separated from each other yet.
-
-    The tensors are built by a few array operations: a loop over tokens would take noticeable time on a small model.
-    """
+    Nothing separates the rows yet."""
     own = np.array([len(row.input_ids) for row in rows]) - prefix
     ends = prefix + own.cumsum()
     total = ends[-1]
@@ -94,10 +88,7 @@ def varlen(rows: Sequence[Encoded]) -> Batch:
 
 
 def padded(rows: Sequence[Encoded], pad_token_id: int, blank: Encoded | None = None) -> Batch:
-    """A forward of a batch of rows, padded at the right.
-
-    Targets are found by position, so a pad token that equals the end-of-turn token is never supervised. Images are read
-    only here, just before their forward. The model computes positions by itself.
+    """A forward of a batch of rows, padded at the right; their images are read here.
 
     A `blank` image is put after the shortest row's last token, where no token that predicts a target sees it; this
     connects the forward to the image layers, with a gradient of zero.
@@ -140,14 +131,12 @@ def behind_cache(rows: Sequence[Encoded], prefix: int, pad_token_id: int) -> Bat
 
 
 def _tensors(inputs: dict[str, np.ndarray], keep: np.ndarray, targets: np.ndarray) -> Batch:
-    """A `Batch` of tensors, made of arrays."""
     keep_tensor, target_ids, *tensors = _on_device(keep, targets, *inputs.values())
     return Batch({"attention_mask": None, **dict(zip(inputs, tensors, strict=True))}, keep_tensor, target_ids)
 
 
 def _on_device(*arrays: np.ndarray) -> list[torch.Tensor]:
-    """Return the arrays as tensors on the current device. A GPU copies them from pinned memory, so that the host does
-    not wait until the GPU has done all earlier work."""
+    """The arrays as tensors on the current device. A GPU copies them from pinned memory: the host need not wait."""
     device = torch.empty(0).device
     tensors = map(torch.from_numpy, arrays)  # on the CPU, whatever is the current device
     if device.type == "cuda":
@@ -156,8 +145,7 @@ def _on_device(*arrays: np.ndarray) -> list[torch.Tensor]:
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a pinned copy, or the tensor itself if no more memory can be pinned. That error is caught here, because
-    its text looks like GPU out-of-memory."""
+    """A pinned copy, or the tensor itself if no memory can be pinned: the error would read as GPU out-of-memory."""
     try:
         return tensor.pin_memory()
     except RuntimeError as error:

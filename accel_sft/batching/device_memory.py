@@ -49,8 +49,7 @@ def done_within_memory(work: Callable[[], None], rows: int, *, alone: bool) -> b
 
 
 def in_halves(work: Callable[[list[Row]], list[Result]], rows: list[Row], *, alone: bool) -> list[Result]:
-    """Return the results of `work` on the rows; if device memory runs out, on one half of the rows after the other.
-    `alone` is passed to `done_within_memory`."""
+    """The results of `work` on the rows; if device memory runs out, on one half of the rows after the other."""
     results: list[Result] = []
     if done_within_memory(lambda: results.extend(work(rows)), len(rows), alone=alone):
         return results
@@ -59,8 +58,7 @@ def in_halves(work: Callable[[list[Row]], list[Result]], rows: list[Row], *, alo
 
 
 def forwards_alone(accelerator: Accelerator) -> bool:
-    """Whether a rank's forward needs no other rank. Under ZeRO-3 and FSDP ranks gather weights from each other,
-    under sequence parallelism they share a row's tokens, and under tensor parallelism each matrix."""
+    """Whether a rank's forward needs no other rank, with which it would share weights, a row's tokens or matrices."""
     if sequence_ranks(accelerator) > 1 or tensor_ranks(accelerator) > 1:
         return False
     if plugin := accelerator.state.deepspeed_plugin:

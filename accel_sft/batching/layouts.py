@@ -47,7 +47,6 @@ class Layout(abc.ABC):
         attention: how attention separates the rows, as a batching's record names it.
         implementation: pattern for the names of transformers' attentions that can separate rows like this.
         one_sequence: whether all rows are in one sequence, in which they must not see each other.
-        behind_cache: whether rows continue from the cache of their prefix.
         cpu_tokens: sizes of a forward, in tokens, to choose from on a CPU.
     """
 
@@ -71,8 +70,7 @@ class Layout(abc.ABC):
         return f"the model has layers of another kind ({limited})" if limited else None
 
     def prefix(self, examples: Sequence[Encoded]) -> int:
-        """Length of the prefix that the forward has once, before the rows' own tokens: the tokens that all rows begin
-        with and that predict no target."""
+        """Number of tokens that the forward has once: those that all rows begin with and that predict no target."""
         if self.name != "shared" or len(examples) < 2:
             return 0
         first_target = max(min(example.spans[0][0] for example in examples), 1)
@@ -83,14 +81,12 @@ class Layout(abc.ABC):
         return sum(len(example.input_ids) for example in examples) - self.prefix(examples) * max(len(examples) - 1, 0)
 
     def attended_pairs(self, examples: Sequence[Encoded]) -> int:
-        """Number of query-key pairs that attention computes in a forward of these examples: a row's own tokens attend
-        to the prefix and to the row, padded to the longest."""
+        """Number of query-key pairs that attention computes in a forward, rows padded to the longest."""
         longest, prefix = _longest(examples), self.prefix(examples)
         return prefix**2 + len(examples) * (longest - prefix) * longest
 
     def copied_keys(self, examples: Sequence[Encoded]) -> int:
-        """Number of keys that each layer's attention copies if there are no kernels for rows with one prefix
-        (models/cascade.py)."""
+        """Number of keys that a layer's attention copies if there are no kernels (models/cascade.py)."""
         return len(examples) * _longest(examples) if self.prefix(examples) else 0
 
     @abc.abstractmethod
@@ -138,8 +134,7 @@ class Padded(Layout):
 
 
 class Causal(Padded):
-    """Padded rows without a mask: padding follows a row's tokens, so causal attention hides it. Fused attention then
-    uses its causal mode, and reads no (T, T) mask."""
+    """Padded rows without a mask: padding follows a row's tokens, so causal attention hides it."""
 
     attention = "causal"
 
@@ -154,8 +149,7 @@ class Causal(Padded):
 
 
 class Cached(Causal):
-    """Rows padded at the right that continue from a cache of the forward's prefix, for layers of any kind that can
-    continue from a cache. Causality hides the padding."""
+    """Padded rows that continue from a cache of the forward's prefix, for layers of any kind that can."""
 
     attention, behind_cache = "cache", True
     cpu_tokens = (512, *Layout.cpu_tokens)
@@ -195,9 +189,9 @@ is multiplied by about 12 width^2 weights, and a pair takes 2 width products."""
 
 @dataclasses.dataclass(frozen=True)
 class Batching:
-    """How rows become forwards, as recorded by runs and checkpoints (`dataclasses.asdict`): `layout` and `attention`
-    name the layout, and `head` is in `loss.HEADS`. A forward has at most `tokens` computed tokens (a longer row has its
-    own forward) or, if given, `rows` rows."""
+    """How rows become forwards, as runs and checkpoints record it: `layout` and `attention` name the layout, and
+    `head` is in `loss.HEADS`. A forward has at most `tokens` computed tokens (a longer row has its own forward)
+    or, if given, `rows` rows."""
 
     layout: str
     tokens: int
@@ -215,11 +209,8 @@ class Batching:
         return _BY_NAMES[self.layout, self.attention]
 
     def divide(self, examples: Sequence[Encoded], world_size: int) -> list[list[list[Encoded]]]:
-        """Return each rank's forwards: equally many for every rank (some may be empty), with nearly equal tokens.
-
-        All ranks get the same result. Forwards are ordered by size, so that ranks under ZeRO-3, which wait for each
-        other in every forward, wait little.
-        """
+        """Return each rank's forwards: equally many for every rank (some may be empty), with nearly equal tokens,
+        ordered by size: under ZeRO-3 ranks wait for each other in every forward."""
         longest_first = sorted(examples, key=lambda example: (-len(example.input_ids), example.index))
         forwards = self._group(longest_first, world_size)
         if len(forwards) == world_size == 1:
@@ -236,8 +227,7 @@ class Batching:
         return ranks
 
     def _group(self, examples: list[Encoded], world_size: int) -> list[list[Encoded]]:
-        """Return the rows of all ranks' forwards, longest rows first. If there are enough rows, the number of forwards
-        is a multiple of the number of ranks."""
+        """The rows of all ranks' forwards, longest rows first: a multiple of the ranks, if there are enough rows."""
         if self.rows:
             count = world_size * math.ceil(math.ceil(len(examples) / world_size) / self.rows)
             return [[examples[row] for row in rows] for rows in np.array_split(np.arange(len(examples)), count)]
@@ -253,11 +243,7 @@ class Batching:
         return alone + [examples[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
     def _least_largest(self, lengths: list[int], prefix: int, count: int) -> list[int] | None:
-        """Divide rows, longest first, into at most `count` groups of consecutive rows after a `prefix`, with the
-        largest group as small as possible. Return the groups' ends; None if the largest group would exceed `tokens`.
-
-        Bisects over the largest allowed size, and for each size fills the groups greedily.
-        """
+        """Ends of at most `count` groups of consecutive rows, the largest as small as possible; None if none fits."""
 
         def ends_within(allowed: int) -> list[int] | None:
             ends: list[int] = []
@@ -284,8 +270,7 @@ class Batching:
         return ends_within(sizes[bisect.bisect_left(sizes[:-1], True, key=lambda size: ends_within(size) is not None)])
 
     def work(self, examples: Sequence[Encoded], world_size: int, width: int, forward_cost: float) -> float:
-        """Return the cost, in tokens, of a step of these examples on the rank with most work. A forward has a fixed
-        cost, in tokens; `width` is the model's hidden size."""
+        """The cost, in tokens, of a step of these examples on the rank with most work; a forward has a fixed cost."""
         way = self.way
         return max(
             sum(way.tokens_in(rows) + way.attended_pairs(rows) / (PAIRS * width) + forward_cost for rows in forwards)
@@ -295,8 +280,8 @@ class Batching:
     def batch(
         self, examples: Sequence[Encoded], pad_token_id: int, device: torch.device, blank: Encoded | None = None
     ) -> Batch:
-        """Return the tensors of one forward; without examples, `collate.empty`. If `blank` (a row with an image) is
-        given, a forward without images still calls the image layers."""
+        """The tensors of one forward, maybe of no examples. With `blank` (a row with an image), one without images
+        still calls the image layers."""
         pictured = any(row.images for row in examples)
         assert self.layout == "padded" or not (pictured or blank), "rows with images are padded"
         with device:

@@ -15,8 +15,8 @@ from accel_sft.models.prefix_attention import prefix_first, with_forward
 
 
 def nll(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Return each target's negative log-likelihood in nats, float32, (E,); for a batch without targets a zero, (1,),
-    still connected to the weights."""
+    """Each target's negative log-likelihood in nats, float32, (E,); without targets a zero, (1,), still connected to
+    the weights."""
     heartbeat()
     return HEADS[batch.head](model, batch)
 
@@ -38,11 +38,8 @@ def everywhere(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def pieces(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Each target's loss, in pieces of `most_logits` logits that the backward recomputes: large vocabularies cost time,
-    not memory.
-
-    The loss is computed inside the model's own forward, so that ZeRO-3 and FSDP still gather the head's weights.
-    """
+    """Each target's loss, in pieces of `most_logits` logits that the backward recomputes; inside the model's own
+    forward, so that ZeRO-3 and FSDP gather the head's weights."""
     most_logits = batch.most_logits or MOST_LOGITS
     tokens = max(most_logits // _unwrapped(model).config.get_text_config().vocab_size, 1)
     if len(batch.targets) <= tokens:

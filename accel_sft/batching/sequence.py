@@ -20,8 +20,7 @@ from accel_sft.models.architecture import limited_layers
 
 @dataclasses.dataclass(frozen=True)
 class SequenceGroup:
-    """The ranks that share each row's tokens, including this `rank`; without sequence parallelism, only this rank. Each
-    of the `groups` has its own rows. Under tensor parallelism, ranks that share matrices have the same `index`."""
+    """The ranks that share each row's tokens, including this `rank`; each of the `groups` has its own rows."""
 
     ranks: int
     rank: int
@@ -30,18 +29,15 @@ class SequenceGroup:
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> "SequenceGroup":
-        """This rank's group; as in DeepSpeed, a group has consecutive ranks."""
+        """This rank's group, which has consecutive ranks, as in DeepSpeed."""
         ranks = sequence_ranks(accelerator)
         groups, place = row_groups(accelerator)
         group, rank = divmod(place, ranks)
         return cls(ranks, rank, groups // ranks, group)
 
     def part(self, batch: Batch, pad_token_id: int) -> Batch:
-        """This rank's part of a padded forward of one row. All ranks' parts have the same length; a part may have no
-        target.
-
-        A part's last token predicts the next part's first token, so targets are found before the row is cut.
-        """
+        """This rank's part of a padded forward of one row; all parts have the same length, and may have no target. A
+        part's last token predicts the next part's first token."""
         if self.ranks == 1:
             return batch
         ids = batch.inputs["input_ids"]
@@ -59,9 +55,8 @@ class SequenceGroup:
 
 
 def in_parts(trial: Trial, exact: Batching) -> tuple[Batching, str]:
-    """Return the `exact` batching of padded rows, set to the one row per forward that sequence parallelism needs, and a
-    line for the log. Raise UserError if layers, a failed forward or a wrong loss show that the model cannot compute
-    parts of rows."""
+    """The `exact` batching of padded rows with one row per forward, and a line for the log; UserError if the model
+    cannot compute parts of rows."""
     group, model = SequenceGroup.of(trial.accelerator), trial.accelerator.unwrap_model(trial.model)
     longest = max(trial.examples, key=lambda example: (len(example.input_ids), example.index))
     if limited := limited_layers(model, len(longest.input_ids)):

@@ -22,9 +22,8 @@ class Trial:
     """A prepared model, and examples (the same on every rank) on which each `Batching` is tried.
 
     Attributes:
-        train: whether the run trains: a backward then follows each forward, and dropout is on.
+        train: whether a backward follows each forward, with dropout.
         moments: whether AdamW's moments are allocated already, as in a resumed run.
-        blank: passed to `Batching.batch`.
         job: the run as `plan` describes it; None if the model's parameters cannot be counted.
     """
 
@@ -53,7 +52,7 @@ class Trial:
         return self.examples[:: max(len(self.examples) // count, 1)][:count]
 
     def reserved(self) -> int:
-        """Return how many bytes, without activations, the first update will still allocate on this rank's device."""
+        """Bytes, without activations, that the first update will still allocate on this rank's device."""
         if not (self.train and self.job):
             return 0
         size = update_bytes(self.job, moments=self.moments)
@@ -65,15 +64,9 @@ class Trial:
     def run(
         self, batching: Batching, rows: Sequence[Encoded], also: Sequence[torch.Tensor] = ()
     ) -> tuple[float, list[torch.Tensor]]:
-        """Run one forward and, if `train`, a backward to the embedded tokens and `also`; wait for the device.
-
-        The model is called without its DDP or DeepSpeed wrapper, and no weight's `.grad` changes: the hooks that reduce
-        or partition gradients must not run. The random state and the model's training mode are restored.
-
-        Returns:
-            the sum of the tokens' losses in nats, and a list of gradients, empty unless `train`: that of the embedded
-            tokens, then one for each weight of `also` on which the loss depends.
-        """
+        """Run one forward and, if `train`, a backward, and change nothing by it: without the wrappers' hooks, and
+        without a weight's `.grad`. Returns the sum of the tokens' losses in nats and, if `train`, the gradients of the
+        embedded tokens and of each weight of `also` on which the loss depends."""
         model = self.accelerator.unwrap_model(self.model)
         embedded: list[torch.Tensor] = []
 

@@ -46,11 +46,8 @@ UNLIMITED = 2**31
 
 
 def exact_batchings(trial: Trial, also: Sequence[Encoded] = ()) -> tuple[list[Batching], list[str]]:
-    """Find the requested layouts that the model computes exactly, and why it fails the others.
-
-    Returns:
-        batchings without a limit of tokens, at least one; and `layout: reason` for each layout that is not exact.
-    """
+    """The requested layouts that the model computes exactly, at least one, as batchings without a limit of tokens; and
+    `layout: reason` for each that is not exact."""
     config, model = trial.config, trial.model
     rows = [*trial.examples, *also]
     row_sets, batchings, reasons = _row_sets(rows), list[Batching](), list[str]()
@@ -83,8 +80,7 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded] = ()) -> tuple[list[Ba
 def _exact_of(
     name: str, trial: Trial, alone: Sequence[float], row_sets: Sequence[Sequence[Encoded]], dropout: str | None
 ) -> tuple[Batching | None, str | None]:
-    """The first exact batching of the layouts with this name, or why there is none. `alone` has each set's summed loss,
-    computed row by row."""
+    """The first exact batching of the layouts with this name, or why there is none. `alone` has each set's loss."""
     if name == "shared" and dropout:
         return None, f"rows of a step would share their dropout ({dropout})"
     if name == "shared" and not any(map(LAYOUTS[0].prefix, row_sets)):
@@ -117,8 +113,7 @@ def _untried(trial: Trial, layout: Layout) -> str | None:
 
 
 def _plain(trial: Trial, row: Encoded) -> Batching:
-    """Padded rows with, of the heads whose loss equals that of logits at every token, the one that holds the fewest
-    logits at once. Heads are compared on HEAD_TOKENS tokens of a row, since the logits of a full row may not fit."""
+    """Padded rows with the first head whose loss equals that of logits at every one of HEAD_TOKENS tokens."""
     exhaustive = Batching("padded", UNLIMITED, head="everywhere")
     if not row.images:  # placeholders of images cannot be cut
         row = row._replace(input_ids=row.input_ids[:HEAD_TOKENS], prompt_length=1, earlier=())
@@ -133,8 +128,7 @@ def _plain(trial: Trial, row: Encoded) -> Batching:
 def _problem(
     trial: Trial, batching: Batching, alone: Sequence[float], row_sets: Sequence[Sequence[Encoded]]
 ) -> str | None:
-    """Return why the model does not compute rows exactly in this batching; None if it does. All ranks return the same,
-    since otherwise they would run different forwards."""
+    """Why the model does not compute rows exactly in this batching, the same on all ranks; None if it does."""
     mine = [_differs(trial, batching, loss, rows) for loss, rows in zip(alone, row_sets, strict=True)]
     if reason := first_reason(next(filter(None, mine), None)):
         return reason
@@ -153,8 +147,7 @@ def _problem(
 
 
 def _refuse_image_by_image(trial: Trial, batching: Batching, row_sets: Sequence[Sequence[Encoded]]) -> None:
-    """Raise UserError if the image layers are called more often for more images. If ranks gather weights together, a
-    rank with more images than another would wait forever."""
+    """Raise UserError if the image layers are called more often for more images: ranks would wait for each other."""
     base = without_adapter(trial.accelerator.unwrap_model(trial.model))
     of_images = {base.get_submodule(name.rpartition(".")[0]) for name in beyond_text(base)}
     calls = list[int]()
@@ -186,10 +179,7 @@ def enough(examples: Sequence[Encoded]) -> list[Encoded]:
 
 
 def _row_sets(examples: Sequence[Encoded]) -> list[list[Encoded]]:
-    """Two sets of rows: some short rows; and a short row with the longest, which may exceed a sliding window.
-
-    The short rows have images, if any rows do; the second set then puts a row without images beside the longest.
-    """
+    """Some short rows, with images if any have them; and a short row without, with the longest."""
     among = _shortest([row for row in examples if row.images] or examples)
     longest = max(examples, key=lambda example: (len(example.input_ids), example.index))
     beside = next((row for row in _shortest(examples) if not row.images), among[0])
@@ -197,8 +187,7 @@ def _row_sets(examples: Sequence[Encoded]) -> list[list[Encoded]]:
 
 
 def _dropout(trial: Trial, plain: Batching) -> str | None:
-    """The module or setting that has dropout, or a phrase if only the forward's randomness reveals it; None without
-    dropout. An adapter's dropout changes nothing before the first step, so randomness cannot reveal that."""
+    """The module or setting that has dropout, or a phrase if only the forward's randomness reveals it; or None."""
     trial.model.train()
     batch = trial.batch(plain, enough(trial.examples))
     is_random = any_rank(not _farthest(nll(trial.model, batch), nll(trial.model, batch)) <= _rounding(trial))
@@ -221,8 +210,7 @@ def _farthest(first: torch.Tensor, again: torch.Tensor) -> float:
 
 
 def _differs(trial: Trial, batching: Batching, alone: float, rows: Sequence[Encoded]) -> str | None:
-    """Return why a few rows cannot be computed in this batching, or that their loss differs from `alone`, the sum of
-    their losses as single rows; None if both are right."""
+    """Why a few rows cannot be computed in this batching, or that their loss is not `alone`, that of single rows."""
     batch = dataclasses.replace(trial.batch(batching, rows), most_logits=FEWEST_LOGITS)
     try:
         together = nll(trial.model, batch)
@@ -237,9 +225,7 @@ def _differs(trial: Trial, batching: Batching, alone: float, rows: Sequence[Enco
 
 
 def _goes_wrong_behind(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> str | None:
-    """Return why rows cannot be trained from a prefix's cache, or that the loss or the gradients of embedded tokens
-    differ from those of padded rows; None if both are right. A layer may continue from a state that is detached from
-    its backward."""
+    """Why rows cannot be trained from a prefix's cache, whose state a layer may detach from its backward."""
     prefix = batching.way.prefix(rows)
     if not prefix or not trial.train:
         return None
@@ -259,11 +245,8 @@ def _goes_wrong_behind(trial: Trial, batching: Batching, rows: Sequence[Encoded]
 
 
 def _ignores_positions(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> bool:
-    """Whether halving the distances between tokens changes no bit of any loss, on any rank.
-
-    Such a model treats a later row as starting at its index in the sequence instead of at position 0. Bits are compared
-    because in reduced precision positions may change a loss by less than rounding does.
-    """
+    """Whether halving the distances between tokens changes no bit of any loss, on any rank: a later row would start at
+    its index in the sequence. In reduced precision, positions may change a loss by less than rounding does."""
     batch = trial.batch(batching, rows)
     closer = {**batch.inputs, "position_ids": batch.inputs["position_ids"] // 2}
     return not _changes(trial, batch, dataclasses.replace(batch, inputs=closer), slice(None))
@@ -286,11 +269,8 @@ def _sees_padding(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> 
 
 
 def _changes(trial: Trial, batch: Batch, changed: Batch, where: torch.Tensor | slice) -> bool:
-    """Whether the losses of two forwards differ in any bit at `where`, on any rank.
-
-    On a busy machine even unchanged rows may differ between forwards. So a difference that appears every time is
-    ignored if it is below rounding and at most NOISE times that variation.
-    """
+    """Whether the losses of two forwards differ in any bit at `where`, on any rank. On a busy machine even unchanged
+    rows may differ: a difference is ignored if it is below rounding and at most NOISE times that variation."""
     unchanged: list[torch.Tensor] = []
     for _ in range(LOOKS):
         before, after = (nll(trial.model, rows)[where] for rows in (batch, changed))

@@ -28,7 +28,7 @@ from accel_sft.launch.describe import layout_of
 from accel_sft.launch.info import Launch
 from accel_sft.memory.estimate import checkpoint_bytes_each
 from accel_sft.memory.job import pinned
-from accel_sft.memory.states import FLOAT32, IMPORTANCES
+from accel_sft.memory.states import FLOAT32
 
 Result = TypeVar("Result")
 
@@ -248,12 +248,10 @@ def check_disk(
 def checkpoint_bytes(model: Any, *, averaged: bool = False, in_pinned_memory: bool = False) -> int:
     """Maximum size in bytes of this model's checkpoint, all ranks together: on the disk, or in pinned host memory,
     where each tensor's size is rounded up."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    sizes: list[float] = [getattr(p, "ds_numel", p.numel()) for p in trained.values()]
+    sizes: list[float] = [getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad]
     if in_pinned_memory:
         sizes = [pinned(FLOAT32 * size) / FLOAT32 for size in sizes]
-    is_adalora = any(".lora_E." in name for name in trained)
-    return int(sum(sizes)) * (checkpoint_bytes_each(averaged) + (IMPORTANCES if is_adalora else 0))
+    return int(sum(sizes)) * checkpoint_bytes_each(averaged)
 
 
 def copy_bytes(model: Any, launch: Launch, *, averaged: bool, on_gpu: bool) -> float:

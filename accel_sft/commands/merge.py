@@ -86,14 +86,14 @@ def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code
         raise UserError(*problems)
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code, templated=False)  # raw text needs none
     dtype = "bf16" if dtype == "bfloat16" else dtype
-    made = merge(source, tokenizer, dtype, trust_remote_code=trust_remote_code)
-    made.model.save_pretrained(target)
+    model, dtype = merge(source, tokenizer, dtype, trust_remote_code=trust_remote_code)
+    model.save_pretrained(target)
     base, _ = PreTrainedConfig.get_config_dict(source.weights)
-    complete_config(target, str(made.model.dtype).removeprefix("torch."), base)
+    complete_config(target, str(model.dtype).removeprefix("torch."), base)
     save_tokenizer(tokenizer, target)
-    for file in (*processor_files(source.weights, made.model), *sentencepiece_file(source)):
+    for file in (*processor_files(source.weights, model), *sentencepiece_file(source)):
         shutil.copyfile(file, target / file.name)
-    lines = [f"adapter  {folder}", f"base     {source.weights}", f"merged   {made.dtype} weights"]
+    lines = [f"adapter  {folder}", f"base     {source.weights}", f"merged   {dtype} weights"]
     card = Path(folder) / "README.md"
     text = of_merged(card.read_text(encoding="utf-8")) if card.is_file() else None
     if text is None:

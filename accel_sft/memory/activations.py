@@ -5,24 +5,15 @@ bfloat16, float32 and float32 under autocast, trained whole or by an adapter; th
 followed on fake tensors (benchmarks/plan_accuracy.py). The formulas leave out what changes a peak by a few percent.
 """
 
-from accel_sft.memory.job import Job
+from accel_sft.memory.job import MOST_LOGITS, Job
 from accel_sft.memory.shape import Block, Matrix
 
-_CAPPED = ("gemma2",)
-"""Families with soft caps on scores and logits. transformers 5.23 has no fused attention for them: it keeps scores."""
-_SCORE, _SCORE_BACKWARD = 8, 6
-"""Bytes per attention score that is not fused: kept by the forward (the capped score, and its softmax in float32 and in
-the computing type), and on top in the backward."""
 LOGIT = 12
 """Bytes per logit in the loss's backward: the log-softmax, its gradient and the logit's gradient, all in float32.
 Logits in a narrower type are freed by then."""
-_TOWERS = {"qwen2_vl": (22, 6, 14, 36), "qwen2_5_vl": (30, 8, 18, 38), "qwen3_vl": (22, 4, 15, 44), "": (16, 4, 7, 24)}
-"""A vision tower, by family (else SigLIP's and CLIP's), in half precision, by torch's profiler: bytes that a trained
-block keeps for each element of `width` and of `inner`; bytes for each of `width` that what surrounds the blocks keeps,
-and that a frozen tower holds at once."""
-_FLOAT32_STREAM = 8
-"""Bytes for each element of `width` that a block of SigLIP or CLIP keeps besides under autocast, where positions, which
-are added in float32, make its residual stream float32."""
+_TOWER_KEEPS, _TOWER_HOLDS = 50, 40
+"""Bytes for each patch and element of a vision tower's `width`, in half precision: what a trained block keeps (31 to 57
+were measured), and what a frozen tower holds at once (24 to 44)."""
 PIXEL = 4
 """Bytes of a pixel value, as the processor gives it."""
 
@@ -78,7 +69,7 @@ def _adapter(job: Job, block: Block) -> float:
 
 def _whole_block(job: Job, block: Block) -> float:
     """Bytes that one block keeps in the largest forward."""
-    size = job.tokens * block_bytes(job, block) + _SCORE * _scores(job)
+    size = job.tokens * block_bytes(job, block)
     if job.copies and any(m.group == "attention" for m in block.matrices):  # keys and values, for each row and head
         size += 2.0 * job.computes_bytes * job.shape.heads * job.shape.head_dim * job.copied_keys
     prefix, own = job.prefix_and_own
@@ -86,11 +77,6 @@ def _whole_block(job: Job, block: Block) -> float:
         size += job.rows * measured(job.computes_bytes, own)
         size += measured(job.computes_bytes, prefix) if prefix else 0.0
     return size + sum(_merged_experts(job, block))
-
-
-def _scores(job: Job) -> float:
-    """Number of attention scores in all heads of one block, rows padded to one length; 0 where attention is fused."""
-    return job.shape.heads * job.tokens**2 / max(job.rows, 1) if job.shape.family.startswith(_CAPPED) else 0.0
 
 
 def _merged_experts(job: Job, block: Block) -> list[float]:
@@ -102,10 +88,9 @@ def _merged_experts(job: Job, block: Block) -> list[float]:
 def _saved_and_recomputed(job: Job) -> tuple[float, float]:
     """Bytes that all blocks keep at the end of the largest forward, and that checkpointing computes again at once."""
     blocks = [(block.count, _whole_block(job, block)) for block in job.shape.blocks]
-    mask = float(job.computes_bytes * job.tokens**2 * job.dense_mask)
     if not job.gradient_checkpointing:
-        return mask + sum(count * size for count, size in blocks), 0.0
-    return mask + job.shape.layers * _stream(job), max((size for _, size in blocks), default=0.0)
+        return sum(count * size for count, size in blocks), 0.0
+    return job.shape.layers * _stream(job), max((size for _, size in blocks), default=0.0)
 
 
 def _stream(job: Job) -> float:
@@ -119,18 +104,16 @@ def forward_bytes(job: Job) -> float:
 
 
 def logits_bytes(job: Job) -> float:
-    """Bytes that head and loss hold at once: `LOGIT` and those of a soft cap for each logit; the head's inputs, too, if
-    it works in pieces."""
+    """Bytes that head and loss hold at once; the head's inputs, too, if it works in pieces."""
     vocabulary, e = job.shape.vocab_size, job.computes_bytes
-    of_logit = LOGIT + (e if job.shape.family.startswith(_CAPPED) else 0)
     if _in_pieces(job):
-        return e * job.shape.hidden_size * job.supervised_tokens + float(of_logit * max(job.most_logits, vocabulary))
-    return float(vocabulary * (of_logit * job.supervised_tokens + e * job.tokens * (job.head == "everywhere")))
+        return e * job.shape.hidden_size * job.supervised_tokens + float(LOGIT * max(MOST_LOGITS, vocabulary))
+    return float(vocabulary * (LOGIT * job.supervised_tokens + e * job.tokens * (job.head == "everywhere")))
 
 
 def _in_pieces(job: Job) -> bool:
     vocabulary = job.shape.vocab_size
-    return job.head == "pieces" and job.supervised_tokens * vocabulary > max(job.most_logits, vocabulary)
+    return job.head == "pieces" and job.supervised_tokens * vocabulary > max(MOST_LOGITS, vocabulary)
 
 
 def peak_bytes(job: Job) -> dict[str, float]:
@@ -161,28 +144,19 @@ def _block_backward(job: Job, block: Block) -> float:
         into, _ = _feed_forward(job, block, group)
         outputs = sum(m.active * m.outputs for m in into)
         wide = max(wide, outputs + max((m.active * hidden for m in into if m.copies > 1), default=0))
-    scores = _SCORE_BACKWARD * _scores(job) - 2 * job.tokens * e * wide  # the feed-forward's part is freed by then
     fused = [e * m.parameters for m in block.matrices if m.copies > 1]  # the gradient of the largest fused experts
     merged = _merged_experts(job, block)
     experts = max(fused, default=0) if not job.is_frozen else max(2 * max(merged, default=0) - sum(merged), 0)
-    return max(job.tokens * e * wide, scores) + _stream(job) + experts
+    return job.tokens * e * wide + _stream(job) + experts
 
 
 def tower_bytes(job: Job) -> tuple[float, float]:
     """Bytes that a vision tower keeps for the backward (a frozen one none; with `--train-only` it counts as trained
     whole), and those that it holds at once in its forward, pixels included in both."""
-    pixels, tower, e = float(PIXEL * job.pixels), job.shape.tower, job.computes_bytes
+    pixels, tower = float(PIXEL * job.pixels), job.shape.tower
     if tower is None or not tower.values:
         return pixels, pixels
-    autocast = job.autocast and not job.is_frozen
-    patches, double = job.pixels / tower.values, 2 if e == 4 else 1
-    of_width, of_inner, around, passing = _TOWERS.get(job.shape.family, _TOWERS[""])
-    if autocast and job.shape.family not in _TOWERS:
-        of_width += _FLOAT32_STREAM
-    saved = 0.0
-    if job.train_only is not None:
-        block = of_width * tower.width + of_inner * tower.inner
-        blocks = block + tower.depth * tower.width * 4 if job.gradient_checkpointing else tower.depth * block
-        saved = double * patches * (blocks + around * tower.width) + (e * tower.parameters if autocast else 0)
-    cast = 0 if autocast or e == 4 else e * tower.values  # pixels in the computing type
-    return pixels + saved, pixels + max(saved, patches * (double * passing * tower.width + cast))
+    width = job.pixels / tower.values * tower.width * (2 if job.computes_bytes == 4 else 1)
+    blocks = 1 + tower.depth / 12 if job.gradient_checkpointing else tower.depth  # a block's input is a twelfth of it
+    saved = width * _TOWER_KEEPS * blocks if job.train_only is not None else 0.0
+    return pixels + saved, pixels + max(saved, width * _TOWER_HOLDS)

@@ -14,8 +14,7 @@ from accel_sft.memory.states import AVERAGE, FLOAT32, Placed, placed, weights_by
 
 GIB = 2**30
 CHECKPOINT_BYTES = 12
-"""Maximum number of bytes per trained parameter in a checkpoint: the weight and AdamW's moments, in float32; with
-`--ema-decay` its average comes to it."""
+"""Maximum number of bytes per trained parameter in a checkpoint: the weight and AdamW's moments, in float32."""
 FILE_BYTES = 2**30
 """Bytes above which a checkpoint file gets no further tensor; about as many bytes are copied to host memory at once."""
 CUDA_BYTES = GIB
@@ -55,10 +54,10 @@ class Estimate:
 
     Attributes:
         device: memory of one rank's accelerator; {} where ranks train on the CPU.
-        host: resident memory of one rank's process, the pages that it shares with other ranks included.
+        host: resident memory of one rank's process, shared pages included.
         spare_bytes: what a rank does without in the phases WITH_COPY where host memory is short: training then waits
             while checkpoints are written file by file.
-        notes: what the numbers leave out, one sentence each.
+        notes: what the numbers leave out.
     """
 
     device: Memory
@@ -73,7 +72,7 @@ class Estimate:
 
     @property
     def host_peak_bytes(self) -> float:
-        """Bytes of the largest phase on one machine, summed over its ranks, which are taken to be in the same phase."""
+        """Bytes of the largest phase on one machine, summed over its ranks."""
         return self.local_ranks * max(totals(self.host).values(), default=0.0)
 
     @property
@@ -87,12 +86,11 @@ class Estimate:
         return self.local_ranks * max(self.host_needed.values(), default=0.0)
 
     def fits(self, gpu_memory: float | None, host_memory: float | None) -> bool:
-        """Whether the job fits into `gpu_memory` bytes of each accelerator and `host_memory` bytes of each machine. A
-        memory of None is not compared."""
+        """Whether the job fits into these bytes of each accelerator and of each machine; None is not compared."""
         return not self.over(gpu_memory, host_memory)
 
     def over(self, gpu_memory: float | None, host_memory: float | None) -> tuple[str, ...]:
-        """Which of `device` and `host` has too little memory; a memory of None is not compared."""
+        """Which of `device` and `host` has too little memory."""
         places = ("device", self.device_peak_bytes, gpu_memory), ("host", self.host_needed_bytes, host_memory)
         return tuple(name for name, needed, room in places if room is not None and needed > room)
 
@@ -113,11 +111,12 @@ def estimate(job: Job) -> Estimate:
     copy, best = _copied_bytes(job), _exported_bytes(job) if job.eval_rows else 0.0  # best/
     for phase in in_host.keys() & set(WITH_COPY):
         in_host[phase] = _add(in_host[phase], buffers=copy + best)
-    notes = []
-    if job.use_dora:
-        notes.append("DoRA makes the updated weights of a layer whole in each forward: left out; compare measures them")
-    if job.load_in_4bit:
-        notes.append("a layer's weights are made whole for each product, one layer at a time: left out")
+    left_out = {
+        "the updated weights that DoRA makes of each layer": job.use_dora,
+        "a layer's weights made whole for each product": job.load_in_4bit,
+        "attention's scores, which Gemma 2 keeps": job.shape.family == "gemma2",
+    }
+    notes = [f"{what}: left out; compare measures them" for what, applies in left_out.items() if applies]
     return Estimate(
         device=on_device,
         host=in_host,
@@ -221,14 +220,14 @@ def _generating_bytes(job: Job) -> float:
 
 
 def loading_bytes(job: Job) -> float:
-    """Bytes of host memory that a rank of a GPU takes while it loads the weights, at least. Mapped weight files are
-    page cache; converted ones need memory, and each rank converts all, unless ZeRO-3 shards them as they are read."""
+    """Bytes of host memory, at least, that a GPU's rank takes while it loads the weights: mapped files are page cache,
+    converted weights need memory, unless ZeRO-3 shards them as they are read."""
     converts = job.loaded_bytes != job.stored_bytes and job.launch.stage < 3
     return weights_bytes(job) / job.launch.tensor_ranks if converts else 0.0
 
 
 def _file_bytes(job: Job) -> float:
-    """Bytes of one checkpoint file, which is copied to host memory before it is written."""
+    """Bytes of one checkpoint file."""
     of_parameter = checkpoint_bytes_each(job.ema_decay is not None)
     return min(of_parameter * job.trained / job.ranks, FILE_BYTES + of_parameter * job.shape.largest_tensor)
 

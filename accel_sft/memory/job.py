@@ -35,17 +35,12 @@ class Job:
     Attributes:
         device: `cuda`, or `cpu`, where ranks train in host memory.
         stored_bytes: bytes of one element in the weight files.
-        target_modules: the value of `--lora-target-modules`.
         train_only: the value of `--train-only`; memory is counted as if all weights were trained, which is the most.
-        tokens: tokens in the largest forward of a rank, padding included.
-        supervised_tokens: how many of these tokens have a loss; the logits have as many rows.
-        rows: rows in that forward.
-        pixels: pixel values of its images, as the processor makes them.
+        tokens: tokens in the largest forward of a rank, padding included; `supervised_tokens` of them have a loss.
+        rows, pixels: rows in that forward, and pixel values of its images, as the processor makes them.
         head: `labelled`, `everywhere` or `pieces`, as in `batching.loss.HEADS`.
-        most_logits: maximum number of logits that the head `pieces` holds at once.
-        dense_mask: whether attention takes a mask of tokens by tokens, as the layouts `shared` and `packed` give sdpa.
         copied_keys: keys that rows behind a shared prefix see (each row the prefix and itself), of all rows together;
-            attention may have to copy them, see `copies`; 0: there is no such prefix.
+            attention may have to copy them, see `copies`. 0: no prefix.
         in_cache: whether rows go on from the cache of their prefix.
         eval_rows: answers generated at once during the run; 0: none are generated.
         eval_tokens: tokens of the longest of these answers with its prompt; 0: as many as a row of the forward has.
@@ -75,8 +70,6 @@ class Job:
     rows: int = 1
     pixels: int = 0
     head: str = "pieces"
-    most_logits: int = MOST_LOGITS
-    dense_mask: bool = False
     copied_keys: int = 0
     in_cache: bool = False
     eval_rows: int = 64
@@ -105,21 +98,18 @@ class Job:
 
     @property
     def autocast(self) -> bool:
-        """Whether autocast computes in a reduced precision from float32 weights, as with one process and DDP. Under
-        DeepSpeed and FSDP2 the forward's weights are in that precision themselves."""
+        """Whether autocast computes in a reduced precision from float32 weights, as with one process and DDP."""
         return self.launch.backend not in ("deepspeed", "fsdp") and self.computes_bytes < 4
 
     @property
     def copies(self) -> bool:
-        """Whether attention copies a shared prefix for each row and each head: a GPU's FlashAttention does without, in
-        half precision and with heads of these sizes (models/cascade.py; a run probes it); so do CPUs. A cache is
-        always copied."""
-        size = self.shape.head_dim
-        return self.in_cache or (not self.on_cpu and (self.computes_bytes > 2 or size % 8 > 0 or size > 256))
+        """Whether attention copies a shared prefix for each row and each head: always behind a cache, else on GPUs in
+        float32 (models/cascade.py)."""
+        return self.in_cache or (not self.on_cpu and self.computes_bytes > 2)
 
     @property
     def prefix_and_own(self) -> tuple[int, int]:
-        """Tokens of the prefix from whose cache rows go on (0: there is none), and of a row behind it, padded."""
+        """Tokens of the prefix from whose cache rows go on (0: no prefix), and of a row behind it, padded."""
         if not (self.in_cache and self.copied_keys and self.rows > 1):
             return 0, math.ceil(self.tokens / max(self.rows, 1))
         prefix = (self.copied_keys - self.tokens) // (self.rows - 1)
@@ -137,11 +127,10 @@ class Job:
 
     @property
     def trained(self) -> int:
+        """Number of trained parameters; DoRA's magnitudes, a few percent of an adapter, are left out."""
         if not self.is_frozen:
-            return self.shape.trained() + (self.shape.other if self.train_only else 0)
-        modules = self.lora_modules_to_save
-        magnitudes = self.shape.magnitudes(self.target_modules, modules) if self.use_dora else 0
-        return self.adapter_matrices + magnitudes + self.shape.saved(modules)
+            return self.shape.parameters - (0 if self.train_only else self.shape.other)
+        return self.adapter_matrices + self.shape.saved(self.lora_modules_to_save)
 
     @property
     def adapter_matrices(self) -> int:
@@ -174,7 +163,7 @@ class Job:
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes of one element of the base's weights as they are loaded; in the run, `models.load._dtype` decides."""
+        """Bytes of one element of the base's weights as they are loaded (in the run: `models.load._dtype`)."""
         if self.dtype != "auto":
             return BYTES[self.dtype]
         reduced = self.launch.backend == "deepspeed" or self.adapter != "none"

@@ -20,12 +20,9 @@ _TOKENIZED = "of the data as it was tokenized here last"
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Tokens of a task's training examples.
+    """Tokens and supervised tokens of a task's training examples: the most of one example, and the means.
 
     Attributes:
-        longest: number of tokens of the longest example.
-        longest_supervised: maximum number of supervised tokens in one example.
-        mean, mean_supervised: the same two, as means over all examples.
         source: what the numbers were taken from, in words.
         vocabulary: rows of the embedding of `tiny`, which is built from the data; 0 if unknown.
         pixels: pixel values that the processor makes of the images of the row with most; None if unknown.
@@ -49,13 +46,8 @@ def keep(
     vocabulary: int = 0,
     pixels: int = 0,
 ) -> None:
-    """Store the lengths of a run's examples, in place of those of an earlier run under the same settings. A cache that
-    cannot be written is ignored: nothing depends on it.
-
-    Args:
-        lengths, supervised: numbers of tokens, and of supervised tokens, of each training example, as arrays.
-        mean: returns the mean of such an array over the examples as they are trained on.
-    """
+    """Store the lengths of a run's examples, in place of those of an earlier run under the same settings; nothing
+    depends on it. `lengths` and `supervised` are arrays, of which `mean` gives the mean as they are trained on."""
     means = mean(lengths), mean(supervised)
     made = Lengths(int(lengths.max()), int(supervised.max()), *means, _TOKENIZED, vocabulary, pixels)
     about, key = dataclasses.asdict(made), _key(task, config)
@@ -68,8 +60,7 @@ def keep(
 
 
 def read(task: Task, config: TrainConfig) -> Lengths:
-    """Return lengths of the task's examples under these settings, which must be resolved: those that the last run here
-    kept, or else `--max-length` supervised tokens for every example."""
+    """The lengths that the last run here kept for these resolved settings, or else `--max-length` for every example."""
     entry = cache.find(_KIND, _key(task, config))
     if entry:
         return Lengths(**entry[1])

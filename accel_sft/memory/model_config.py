@@ -33,20 +33,12 @@ class UnusableModel(UserError):
 
 
 def read_shape(config: dict[str, Any], name: str) -> ModelShape:
-    """The shape of the model that transformers builds of config.json's content; `name` is for errors. Imports torch.
-
-    Raises:
-        UserError: transformers cannot build the model.
-    """
+    """The shape of the model that transformers builds of config.json's content; `name` is for errors. Imports torch."""
     return _walked(_built(config, name))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of a folder's config.json.
-
-    Raises:
-        UserError: it cannot be read, or is no object; UnusableModel, if it has sizes that no model can have.
-    """
+    """The content of a folder's config.json."""
     content = read_json(folder / "config.json")
     if not isinstance(content, dict):
         raise UserError(f"{folder}/config.json: expected an object; name a folder of saved weights")
@@ -124,8 +116,7 @@ def _walked(model: Any) -> ModelShape:
 
 
 def _block(module: Any, active: int | None, config: Any) -> Block:
-    """One block: its linear layers and experts as matrices, the rest as vectors. A token is sent to `active` experts;
-    `config` is the text configuration."""
+    """One block: its linear layers and experts as matrices, the rest as vectors. A token has `active` experts."""
     import torch
 
     matrices: list[Matrix] = []
@@ -162,13 +153,8 @@ def _block(module: Any, active: int | None, config: Any) -> Block:
 
 
 def _kept_bytes(layer: Any, config: Any, itemsize: int, tokens: int) -> float:
-    """Bytes that a row of so many tokens keeps in a layer with a state, which is on the meta device.
-
-    Such layers (linear attention, state space, short convolutions) compute by chunks, to which rows are padded, and
-    keep products of a chunk's tokens and states between chunks, far more than inputs and outputs of matrices. So the
-    layer runs on the meta device, as transformers implements it in torch. Kernels of other packages cannot run there,
-    and keep less. That a row goes on from the cache of a prefix changes little.
-    """
+    """Bytes that a row keeps in a layer with a state, run on the meta device: such layers compute by chunks, and keep
+    products of a chunk's tokens, and states between chunks."""
     import torch
 
     dtype, saved = torch.float32 if itemsize == 4 else torch.bfloat16, {}
@@ -189,7 +175,7 @@ def _kept_bytes(layer: Any, config: Any, itemsize: int, tokens: int) -> float:
 
 
 def _measured(recurrent: tuple[SavedBytes, ...]) -> tuple[SavedBytes, ...]:
-    """The measurements of a block's layers with a state, each made once; () if one cannot be made."""
+    """The measurements of a block's layers with a state, cached; () if one cannot be made."""
     cached = tuple(map(functools.cache, recurrent))
     try:
         for measured in cached:

@@ -15,16 +15,14 @@ ALL_LINEAR = "all-linear"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """A matrix of a block that tokens are multiplied by.
+    """A matrix of a block, under the name of its module there, such as `q_proj`.
 
     Attributes:
-        name: name of its module within the block, such as `q_proj`.
         group: `attention`, `recurrent`, `feed_forward` or `experts`.
         copies: how many equal matrices the block has, fused in one tensor (experts).
         active: how many of the copies a token is multiplied by.
         is_linear: whether it is a linear layer of its own, which an adapter can be put on.
-        lora_ranks: rank that LoRA on all linear layers gives each copy, in multiples of --lora-r; above 0 for fused
-            experts and routers of some families too, which peft 0.21 adapts.
+        lora_ranks: rank that LoRA on all linear layers gives each copy, in multiples of --lora-r.
     """
 
     name: str
@@ -44,12 +42,8 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """A kind of block; the model has `count` equal ones.
-
-    Attributes:
-        vectors: elements of one block's norms, which are in no matrix.
-        recurrent: of each layer with a state; () where it cannot be measured.
-    """
+    """A kind of block, of which the model has `count`. `vectors` are elements of one block's norms; `recurrent` is
+    empty where layers with a state cannot be measured."""
 
     count: int
     matrices: tuple[Matrix, ...]
@@ -65,17 +59,12 @@ class Block:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tower:
     """A vision transformer: elements of a patch's hidden state (`width`) and in the feed-forward (`inner`), number of
-    blocks (`depth`), and pixel values of a patch, colours and frames included (`values`; 0 if not known)."""
+    blocks (`depth`), and pixel values of a patch, colours and frames included (`values`; 0: unknown)."""
 
     width: int
     inner: int
     depth: int
     values: int
-
-    @property
-    def parameters(self) -> int:
-        """About how many parameters the blocks have: attention and a feed-forward of two matrices in each."""
-        return self.depth * (4 * self.width**2 + 2 * self.width * self.inner)
 
 
 def tower(vision: Mapping[str, Any]) -> Tower | None:
@@ -100,7 +89,6 @@ class ModelShape:
     """A causal language model's shape. Counts are of parameters, not of bytes.
 
     Attributes:
-        family: `model_type` of its configuration.
         tied: whether the head is the embedding itself.
         vectors: elements outside of the blocks that are in neither embedding nor head (the last norm, the head's bias).
         other: parameters that text does not reach (a vision tower's); frozen unless --train-only names them.
@@ -130,7 +118,7 @@ class ModelShape:
 
     @property
     def ends(self) -> int:
-        """Number of parameters of embedding and head; a tied head is the embedding."""
+        """Number of parameters of embedding and head."""
         return (1 if self.tied else 2) * self.vocab_size * self.hidden_size
 
     @property
@@ -171,12 +159,8 @@ class ModelShape:
         target_parameters: str | None = None,
         modules_to_save: str | None = None,
     ) -> int:
-        """Number of parameters that are trained: all but `other`, or those of an adapter's matrices. The arguments are
-        the values of `--adapter`, `--lora-r` and so on.
-
-        Raises:
-            UserError: a target module or parameter that no block has.
-        """
+        """Number of parameters that are trained: all but `other`, or those of an adapter's matrices. Arguments are the
+        values of `--adapter`, `--lora-r` and so on; UserError for a target that no block has."""
         if adapter == "none":
             return self.parameters - self.other
         vector, rank = 0, lora_r
@@ -206,17 +190,9 @@ class ModelShape:
         heads, key_value_heads = self.heads // ranks, self.key_value_heads // ranks
         return dataclasses.replace(self, blocks=blocks, heads=heads, key_value_heads=key_value_heads)
 
-    def magnitudes(self, target_modules: str, modules_to_save: str | None) -> int:
-        """Number of magnitudes that DoRA trains: one for each row of the adapted matrices."""
-        saved, adapted = set(names_of(modules_to_save)), self.adapted("lora", target_modules)
-        return sum(count * matrix.outputs for count, _, matrix in adapted if matrix.name not in saved)
-
     def saved(self, modules_to_save: str | None) -> int:
-        """Number of parameters of the modules that `--lora-modules-to-save` names.
-
-        Raises:
-            UserError: a named module whose parameters are not counted by themselves.
-        """
+        """Number of parameters of the modules that `--lora-modules-to-save` names; UserError for one that is not
+        counted by itself."""
         sizes = dict.fromkeys(("embed_tokens", "lm_head"), self.vocab_size * self.hidden_size)
         named = {name.rpartition(".")[2] for name in names_of(modules_to_save)}
         if self.tied and named >= sizes.keys():
@@ -228,11 +204,8 @@ class ModelShape:
         return sum(sizes[name] for name in named)
 
     def adapted(self, adapter: str, target_modules: str = ALL_LINEAR) -> Iterator[tuple[int, int, Matrix]]:
-        """Yield each matrix that an adapter is put on, after its count in the model and its rank in units of --lora-r.
-
-        Raises:
-            UserError: `target_modules` has a name that no linear layer of a block has.
-        """
+        """Yield each matrix that an adapter is put on, after its count in the model and its rank in units of --lora-r;
+        UserError for a target module that no block has."""
         names = set(names_of(target_modules))
         linear = dict.fromkeys(m.name for _, m in self.matrices if m.is_linear)
         if names != {ALL_LINEAR} and (missing := ", ".join(sorted(names - linear.keys()))):

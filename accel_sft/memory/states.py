@@ -15,9 +15,6 @@ from accel_sft.memory.job import Job, pinned
 MASTER, MOMENTS, FLOAT32, AVERAGE = 4, 8, 4, 4
 """Bytes per trained parameter: its float32 copy, AdamW's two moments, its gradient as AdamW takes it, and its average
 (`--ema-decay`)."""
-IMPORTANCES, WHOLE = 12, 8
-"""Bytes per weight of AdaLoRA's adapter, all on each rank: the three numbers that peft keeps to choose ranks by, and
-after each update of sharded states a whole copy of the weight and of its gradient (training/optimizer.py)."""
 _TRAINERS_BUCKET, _ZERO_BUCKET = 2e8, 5e8
 """Elements exchanged at once: what launch/accelerator.py sets for stages 1 and 2, and DeepSpeed's default."""
 _MAX_LIVE, _PREFETCH, _SUB_GROUP = 1e9, 5e7, 1e9
@@ -32,15 +29,13 @@ class Placed:
 
     Attributes:
         weights: the weights that forwards compute with, or a shard of them; `master`: float32 copies of the trained.
-        moments: AdamW's moments, from the first step on, and what AdaLoRA knows of its weights.
-        averages: averages of the trained weights (`--ema-decay`).
+        moments: AdamW's moments, from the first step on; `averages`: those of `--ema-decay`.
         held: gradients that outlive the update (DDP's buckets, offloaded partitions).
         gradients: gradients of one step at the end of its last backward, besides `held`.
         in_flight: the largest tensor's gradient, before it is moved to where gradients are kept.
         update: further gradients while the optimizer steps: copies, casts, flattened ones.
         gathered: whole weights that a forward or backward has gathered or cast.
-        buffers: buffers for exchange, staging and swapping, allocated once; and what pinned host memory takes more than
-            was asked for.
+        buffers: buffers for exchange, staging and swapping, and the rounding of pinned host memory.
     """
 
     weights: float = 0.0
@@ -67,9 +62,6 @@ def placed(job: Job) -> tuple[Placed, Placed]:
         device, host = _data_parallel(job), Placed()
     else:
         device, host = {0: _stage_0, 1: _stages_1_and_2, 2: _stages_1_and_2, 3: _stage_3}[job.launch.stage](job)
-    if job.adapter == "adalora":
-        device.moments += IMPORTANCES * job.trained
-        device.update += WHOLE * job.trained if job.launch.backend in ("deepspeed", "fsdp") else 0
     if job.ema_decay is not None:  # averages lie beside what the optimizer steps: float32 copies, or the weights
         if device.master or host.master:
             device.averages, host.averages = (AVERAGE * place.master / MASTER for place in (device, host))
@@ -80,8 +72,8 @@ def placed(job: Job) -> tuple[Placed, Placed]:
 
 
 def least_bytes(job: Job) -> tuple[float, float]:
-    """Lower bounds of the bytes that a rank needs on its device and on the host: the model states alone, and of these
-    the weights where `--train-only` trains some of them."""
+    """Lower bounds of a rank's bytes on its device and on the host: the model states; with `--train-only` the weights
+    alone."""
     device, host = placed(job)
     if job.train_only is not None:
         return device.weights, host.weights
@@ -90,9 +82,8 @@ def least_bytes(job: Job) -> tuple[float, float]:
 
 
 def update_bytes(job: Job, *, moments: bool) -> float:
-    """Bytes that a prepared model's first update will still allocate on a rank's device, beside activations: gradients,
-    what DeepSpeed allocates in its first step and, unless a resumed run has them, `moments`. DDP's buckets are there
-    already."""
+    """Bytes, beside activations, that a prepared model's first update will still allocate on a rank's device. A resumed
+    run has the `moments` already, DDP its buckets."""
     device, _ = placed(job)
     largest = FLOAT32 * min(job.shape.largest_tensor, job.trained) / job.launch.tensor_ranks
     size = device.gradients + max(device.in_flight, device.update, largest)
@@ -109,8 +100,7 @@ def weights_bytes(job: Job) -> float:
 
 
 def _data_parallel(job: Job) -> Placed:
-    """DDP, or one process: autocast casts float32 weights in each forward, and DDP's buckets hold the gradients. Under
-    tensor parallelism a rank has its part of all (norms, which are whole, are left out), and no buckets."""
+    """DDP, whose buckets hold the gradients, or one process; under tensor parallelism a rank has its part of all."""
     cut = job.launch.tensor_ranks
     trained, several = job.trained / cut, job.ranks > 1 and cut == 1
     itemsize = FLOAT32 if job.is_frozen else job.loaded_bytes
@@ -167,8 +157,7 @@ def _stages_1_and_2(job: Job) -> tuple[Placed, Placed]:
 
 
 def _stage_3(job: Job) -> tuple[Placed, Placed]:
-    """Parameters are sharded; one that is used again within `stage3_max_reuse_distance` stays gathered: half a billion
-    of them, where DeepSpeed's estimator counts 4 bytes per parameter of the largest layer only."""
+    """Parameters are sharded; those used again within `stage3_max_reuse_distance` stay gathered."""
     trained, e, n = job.trained, job.computes_bytes, job.ranks
     share = trained / n
     bucket = _zero(job, "reduce_bucket_size", _ZERO_BUCKET)
@@ -206,9 +195,8 @@ def _stage_3(job: Job) -> tuple[Placed, Placed]:
 
 
 def _stays(job: Job, share: float) -> float:
-    """Elements of a rank's part that Twin-Flow steps on the device: the first sub-groups, as many whole ones as `ratio`
-    leaves there; vectors, without weight decay, are a group of their own. On a CPU the host's Adam steps everything."""
-    if job.on_cpu:
+    """Elements of a rank's part that Twin-Flow steps on the device: whole sub-groups, of which vectors are one."""
+    if job.on_cpu:  # the host's Adam steps everything
         return 0.0
     size = _zero(job, "sub_group_size", _SUB_GROUP)
     groups = math.ceil(share / size) + (not job.is_frozen)
@@ -216,11 +204,8 @@ def _stays(job: Job, share: float) -> float:
 
 
 def live_parameters(job: Job) -> float:
-    """Maximum number of elements that stage 3 keeps gathered at once: those that the step uses again soon.
-
-    The distance from a layer's forward to its backward counts the layers in between twice, so half of
-    `stage3_max_reuse_distance` stays gathered; gradient checkpointing counts them three times: a third stays.
-    """
+    """Maximum number of elements that stage 3 keeps gathered at once. A layer's distance to its backward counts the
+    layers in between twice, so half of `stage3_max_reuse_distance` stays; with gradient checkpointing a third."""
     reuse = _zero(job, "stage3_max_reuse_distance", _MAX_LIVE)
     passes = 3 if job.gradient_checkpointing else 2
     reused = reuse / passes + job.shape.largest_block + _zero(job, "stage3_prefetch_bucket_size", _PREFETCH)

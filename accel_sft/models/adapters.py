@@ -33,15 +33,16 @@ class Reads(NamedTuple):
 
 
 class Adapter:
-    """The peft code of an adapter type. The base class is for models without an adapter, or of unknown type."""
+    """The peft code of an adapter type: here of LoRA (Hu et al., 2021), which needs nothing between steps."""
 
     def config(self, settings: TrainConfig, total_steps: int, common: dict[str, Any]) -> Any:
         """Return the PeftConfig of a new adapter; `common` are arguments that the PeftConfigs of all types take."""
-        raise NotImplementedError
+        from peft import LoraConfig
+
+        return LoraConfig(r=settings.lora_r, use_rslora=settings.use_rslora, use_dora=settings.use_dora, **common)
 
     def reads(self, model: Any, step: int) -> Reads | None:
-        """Return which weights `after_step` reads, so that sharded weights can be gathered; None if `after_step` must
-        not be called."""
+        """Which weights `after_step` reads, so that sharded ones can be gathered; None if it must not be called."""
         return None
 
     def after_step(self, model: Any, step: int, weights: Mapping[str, torch.Tensor]) -> Collection[str]:
@@ -51,20 +52,11 @@ class Adapter:
         return ()
 
     def extra_state(self, model: Any) -> ExtraState:
-        """Return what a checkpoint must hold besides weights and optimizer state."""
+        """What a checkpoint must hold besides weights and optimizer state."""
         return {}
 
     def set_extra_state(self, model: Any, state: ExtraState, device: torch.device) -> None:
         """Restore the result of `extra_state`. `device` is the device of the weights passed to `after_step`."""
-
-
-class Lora(Adapter):
-    """LoRA (Hu et al., 2021)."""
-
-    def config(self, settings: TrainConfig, total_steps: int, common: dict[str, Any]) -> Any:
-        from peft import LoraConfig
-
-        return LoraConfig(r=settings.lora_r, use_rslora=settings.use_rslora, use_dora=settings.use_dora, **common)
 
 
 class AdaLora(Adapter):
@@ -135,7 +127,7 @@ class AdaLora(Adapter):
             allocator.peft_config.rank_pattern = {name: pattern.tolist() for name, pattern in ranks.items()}
 
 
-TYPES: dict[str, Adapter] = {"lora": Lora(), "adalora": AdaLora()}
+TYPES: dict[str, Adapter] = {"lora": Adapter(), "adalora": AdaLora()}
 """The peft part of each adapter type, by the names of `api.limits.ADAPTERS`."""
 
 
@@ -147,7 +139,7 @@ def type_of(model: Any) -> str | None:
 
 
 def adapter_of(model: Any) -> Adapter:
-    """The peft code of the model's adapter type; its hooks do nothing unless the adapter's type is in TYPES."""
+    """The peft code of the model's adapter type; for others, hooks that do nothing."""
     return TYPES.get(type_of(model) or "", Adapter())
 
 
@@ -157,11 +149,10 @@ def new_adapter(
     total_steps: int,
     log: Callable[[str], None],
     *,
-    images: bool = False,
     new_tokens: Sequence[int] = (),
 ) -> Any:
-    """The model with a new adapter of the type that `--adapter` names; layers without an adapter are logged. The
-    embedding and head rows of `new_tokens` are trained and saved with the adapter."""
+    """The model with a new adapter of the type that `--adapter` names, which trains the embedding and head rows of
+    `new_tokens`, too."""
     from peft import TaskType, get_peft_model
 
     names, saved = names_of(settings.lora_target_modules), names_of(settings.lora_modules_to_save)
@@ -176,21 +167,17 @@ def new_adapter(
         with rows_made(model) if new_tokens else contextlib.nullcontext():
             adapted = get_peft_model(model, TYPES[settings.adapter].config(settings, total_steps, common))
     except ValueError as error:
-        named = ", ".join(filter(None, (settings.lora_target_modules, settings.lora_target_parameters)))
         why = f"peft does not adapt all of these ({first_line(error)}); name others"
-        raise UserError(f"--lora-target-modules {named}: {why}") from error
+        raise UserError(f"--lora-target-modules {settings.lora_target_modules}: {why}") from error
     use_rows(adapted)
-    if common["target_modules"] == ALL_LINEAR and (without := left_out(adapted, images=images)):
-        log(f"the adapter leaves out {'; '.join(without)}")
+    if common["target_modules"] == ALL_LINEAR and (names := left_out(adapted)):
+        log(f"the adapter leaves out {', '.join(names)}")
     return adapted
 
 
 def leave_casts_to_autocast(model: Any) -> None:
-    """Stop peft's layers from casting inputs to the weights' type, if the model runs under autocast.
-
-    Autocast would cast the inputs back for the product: seven needless casts per block, and as many copies kept for the
-    backward.
-    """
+    """Stop peft's layers from casting inputs to the weights' type: autocast would cast them back, and the copies would
+    be kept for the backward."""
     for module in model.modules():
         if hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = False
@@ -199,8 +186,7 @@ def leave_casts_to_autocast(model: Any) -> None:
 def saved_adapter(
     model: Any, folder: str, settings: TrainConfig, *, train: bool, new_tokens: Sequence[int] = ()
 ) -> Any:
-    """Return the model with the adapter saved in `folder`, or with the adapter merged if all weights are to be
-    trained."""
+    """The model with the adapter saved in `folder`, which is merged if all weights are to be trained."""
     if new_tokens and settings.adapter != "none":
         raise UserError(
             f"--chat-template: {len(new_tokens)} of its tokens are new to the adapter {folder}; merge it first "
@@ -219,8 +205,7 @@ def saved_adapter(
 
 
 def merged(adapted: Any, folder: str) -> Any:
-    """The model with the adapter from `folder` merged into its weights; UserError if this adapter type cannot be
-    merged."""
+    """The model with the adapter from `folder` merged into its weights."""
     if not hasattr(adapted, "merge_and_unload"):
         raise UserError(f"{folder}: adapters of type {type_of(adapted)} cannot be added to weights; name another")
     return adapted.merge_and_unload()

@@ -32,11 +32,8 @@ def cache_argument(forward: Any) -> str | None:
 
 
 def limited_layers(model: Any, longest: int) -> str | None:
-    """Return the kinds of layers without full causal attention at this length (sliding window, recurrent), else None.
-
-    A kind has the name of the cache that transformers makes for it. A layer whose cache is empty ("dummy"), such as a
-    plain MLP, attends to no other token.
-    """
+    """The kinds of layers without full causal attention at this length (sliding window, recurrent), by the names of
+    their caches in transformers; None if there are none. A plain MLP has an empty cache ("dummy")."""
     try:
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     except (AttributeError, TypeError, ValueError, KeyError) as error:
@@ -57,10 +54,8 @@ def takes_sdpa(model: torch.nn.Module) -> bool:
 
 
 def beyond_text(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return, by name, a multimodal model's parameters outside its language model and head, which text never uses.
-
-    Text gives these parameters no gradient, and DDP would wait for one.
-    """
+    """By name, a multimodal model's parameters outside its language model and head: text gives them no gradient, and
+    DDP would wait for one."""
     base = without_adapter(model)
     if base.config.get_text_config(decoder=True) is base.config:
         return {}

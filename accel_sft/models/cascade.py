@@ -26,15 +26,13 @@ _WIDEST = 192
 
 @dataclasses.dataclass(frozen=True)
 class PrefixedRows:
-    """The places of rows in a sequence: `prefix` tokens that all rows see, then the own tokens of one row after
-    another.
+    """The places of R rows in a sequence: P tokens of a `prefix` that all rows see (or none), then N own tokens of one
+    row after another, of the longest row L.
 
     Attributes:
-        prefix: number of the prefix's tokens, P; may be 0.
-        longest: number of own tokens of the longest row, L.
-        own: for each place of the R rows padded to L: which token after the prefix stands there, (R * L,); a shorter
-            row repeats its last token.
-        back: for each of the N tokens after the prefix: its place in `own`, (N,).
+        own: which token after the prefix stands at each place of the rows padded to L, (R * L,); a shorter row repeats
+            its last token.
+        back: the place in `own` of each token after the prefix, (N,).
     """
 
     prefix: int
@@ -81,9 +79,8 @@ class Kernels(NamedTuple):
     """Fused attention of a kind of device, and its backward; a small example in `dtype` may differ from plain attention
     by the share `tolerance` of its norm.
 
-    Queries and outputs are (B, heads, T, D), keys and values have as many heads, log-sum-exps are (B, heads, T). A
-    backward takes the output's gradient, query, key, value, output and log-sum-exps, and returns gradients of query,
-    key and value.
+    Queries, keys, values and outputs are (B, heads, T, D), log-sum-exps (B, heads, T). A backward takes the output's
+    gradient, query, key, value, output and log-sum-exps, and returns gradients of query, key and value.
     """
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -131,11 +128,7 @@ def usable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
 class _Cascade(torch.autograd.Function):
     """Causal attention over a prefix and the rows that follow it: each row sees the prefix and itself, no other row.
 
-    Args:
-        query: (1, heads, P + N, D): the prefix, then the N tokens of all rows; key and value may have fewer heads.
-        scale: factor on the products of queries and keys; None: 1 / sqrt(D).
-    Returns:
-        (1, P + N, heads, D).
+    The query is (1, heads, P + N, D), key and value may have fewer heads; the output is (1, P + N, heads, D).
     """
 
     @staticmethod
@@ -189,10 +182,7 @@ cascade = _Cascade.apply
 
 def probe_kernels(device: torch.device) -> None:
     """Check once whether a device has the kernels of its type, and whether these compute a small example and its
-    gradients correctly.
-
-    Call it outside any forward, where no compiler, autograd mode or default device of the model is in effect.
-    """
+    gradients correctly. Call it outside any forward."""
     kernels = KERNELS.get(device.type)
     if kernels is None or device.type in _right:
         return

@@ -45,7 +45,7 @@ def in_4bit(name: str, settings: Any, compute: torch.dtype) -> dict[str, Any]:
 
 def keep_as_trained(model: Any) -> None:
     """Keep 4-bit weights in their training format during evaluation: on a CPU with bfloat16 instructions, bitsandbytes
-    0.50 would repack the weights, round their inputs, and be unable to train with them afterwards."""
+    0.50 would repack them for good."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
@@ -65,7 +65,7 @@ def liger() -> Any:
 
 def put_kernels_in(model: torch.nn.Module) -> int:
     """Replace the forwards of the model's layers by Liger's kernels, in place, also below an adapter. Returns the
-    number of layers whose forward is now a kernel's; functions that kernels replace are not counted."""
+    number of layers whose forward is now a kernel's."""
     package, base = liger(), without_adapter(model)
     family = base.config.model_type
     if family not in package.MODEL_TYPE_TO_APPLY_LIGER_FN:

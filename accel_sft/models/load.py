@@ -36,13 +36,11 @@ def load_model(
     """Return the model, ready for Accelerator.prepare: weights in the right type, adapter in place.
 
     Args:
-        precision: the launch's mixed precision, "no", "bf16" or "fp16".
         deepspeed: whether DeepSpeed keeps the float32 copy (then weights are loaded in `precision`).
         total_steps: optimizer steps to come; 0 for evaluation alone: a saved adapter stays frozen, no new one is made.
         largest_id: the largest token id that the model will read.
         tensor_ranks: number of ranks that share each matrix.
-        tokenizer: generation stops at this tokenizer's end tokens; tokens that `--chat-template` or an adapter adds to
-            it get embeddings.
+        tokenizer: generation stops at its end tokens, and tokens that the weights lack get embeddings.
         new_tokens: ids that `--chat-template` added to it: a new adapter trains their embeddings.
         offload: where to keep weights that do not fit on the GPU, "host" or "disk"; only for evaluation.
     """
@@ -72,7 +70,7 @@ def load_model(
             model = saved_adapter(model, source.adapter, config, train=train, new_tokens=new_tokens)
     elif config.adapter != "none" and train:
         torch.manual_seed(config.seed)  # the same new adapter on every rank and at every ZeRO stage
-        model = new_adapter(model, config, total_steps, log, images=images, new_tokens=new_tokens)
+        model = new_adapter(model, config, total_steps, log, new_tokens=new_tokens)
         if config.revision and (place := hub_place(source.weights)):
             model.active_peft_config.revision = place[1]
     freeze_beyond_text(model, log, images=images, pattern=config.train_only if train else None)
@@ -84,7 +82,7 @@ def load_model(
 def _refuse_settings(
     source: Source, config: TrainConfig, *, train: bool, tensor_ranks: int, offload: str | None
 ) -> None:
-    """Raise UserError, before anything is loaded, for settings that the source or this machine does not support."""
+    """Raise UserError for settings that the source or this machine does not support."""
     if source.adapter and tensor_ranks > 1:
         raise UserError(
             f"--model {source.adapter}: tensor parallelism cuts no adapter; merge it first (accel-sft merge)"
@@ -147,6 +145,6 @@ def _make_trainable(
 
 
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
-    """Return the number of trained weights and that of all weights (in whole tensors, even if ZeRO-3 shards them)."""
+    """The numbers of trained weights and of all weights, even if ZeRO-3 shards them."""
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
     return sum(size for size, learns in sizes if learns), sum(size for size, _ in sizes)

@@ -1,6 +1,6 @@
 """Merges an adapter into its base's weights, and checks that merged and unmerged models give the same logits."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import AutoConfig
@@ -21,16 +21,9 @@ smaller). Float32 rounding stays below it; a wrong merge is far above."""
 _PROBE = "How much is 12 + 34? Say it in one word: forty-six. Und wie heißt das auf Deutsch, 中文呢？"
 
 
-class Merged(NamedTuple):
-    """A merged model, and the type of its weights, a name in DTYPES."""
-
-    model: Any
-    dtype: str
-
-
-def merge(source: Source, tokenizer: Any, dtype: str | None, *, trust_remote_code: bool) -> Merged:
-    """Return the base of `source` with its adapter added: summed in float32 on the CPU, then rounded once to `dtype`;
-    None: to the type in which the base's weights are stored."""
+def merge(source: Source, tokenizer: Any, dtype: str | None, *, trust_remote_code: bool) -> tuple[Any, str]:
+    """The base of `source` with its adapter added, summed in float32 on the CPU, then rounded once to `dtype` (a name
+    in DTYPES; None: that of the base's files); and the name of its type."""
     if source.adapter is None:
         raise UserError(f"{source.weights}: full weights, no adapter: there is nothing to merge; use them as they are")
     config = TrainConfig(dtype="float32", trust_remote_code=trust_remote_code)
@@ -56,4 +49,4 @@ def merge(source: Source, tokenizer: Any, dtype: str | None, *, trust_remote_cod
         dtype = dtype or next((name for name, kind in DTYPES.items() if kind == stored), "float32")
         for name, tensor in model.state_dict(keep_vars=True).items():
             tensor.data = tensor.data.to(type_in_files(model, name, tensor, DTYPES[dtype]))
-    return Merged(model, dtype)
+    return model, dtype

@@ -20,11 +20,8 @@ little to make any of them likely (Hewitt, 2021: the mean keeps the model's pred
 def know_tokens(
     model: Any, tokenizer: Any, seed: int, log: Callable[[str], None], new_tokens: Collection[int] = ()
 ) -> None:
-    """Give the model a row of its embedding and its head for each token of the tokenizer.
-
-    New rows depend only on the seed and the old rows. A matrix with spare rows, such as a padded one, keeps its size;
-    its rows for `new_tokens`, often zeros, are initialized like new rows.
-    """
+    """Give the model a row of its embedding and its head for each token of the tokenizer, by the seed and the old rows.
+    Spare rows of a padded matrix, often zeros, are initialized likewise for `new_tokens`."""
     size = max(tokenizer.get_vocab().values()) + 1
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     before = getattr(embedding.weight, "ds_shape", embedding.weight.shape)[0]
@@ -54,8 +51,7 @@ def know_tokens(
 
 
 def _enlarged(weight: torch.nn.Parameter, size: int, spare: list[int], seed: int) -> torch.nn.Parameter:
-    """A matrix (V, H), or a vector (V,), enlarged to `size` rows; rows in `spare` are new too. Weights sharded by
-    ZeRO-3 are unsharded in the result; DeepSpeed shards them at its start, as it does an adapter."""
+    """A matrix (V, H), or a vector (V,), enlarged to `size` rows and unsharded; rows in `spare` are new too."""
     with _gathered(weight):
         old = weight.detach().clone()
     some = old[:: -(-len(old) // _SAMPLED)].double()
@@ -78,8 +74,8 @@ def _gathered(*weights: Any) -> Any:
 
 
 def trained_beside(model: Any, tokens: Sequence[int], others: list[str]) -> dict[str, Any]:
-    """Return peft's argument that makes an adapter train the embedding and head rows of these tokens. Matrices in
-    `others`, which are adapted or trained in full, are left out."""
+    """peft's argument that makes an adapter train the embedding and head rows of these tokens, except of matrices in
+    `others`, which are adapted or trained in full."""
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     named = {name.rpartition(".")[2]: part for name, part in model.named_modules() if any(part is end for end in ends)}
     rows = {name: list(tokens) for name in named if tokens and name not in others}
@@ -94,10 +90,8 @@ def trained_beside(model: Any, tokens: Sequence[int], others: list[str]) -> dict
 
 @contextlib.contextmanager
 def rows_made(model: Any) -> Iterator[None]:
-    """Within this context peft can add trainable embedding rows, even if ZeRO-3 has sharded embedding and head.
-
-    Under ZeRO-3, peft 0.21 gathers rows only on GPUs; here both matrices are gathered beforehand.
-    """
+    """Within this context peft can add trainable embedding rows, even if ZeRO-3 has sharded embedding and head: peft
+    0.21 gathers them only on GPUs."""
     from peft.tuners.trainable_tokens import layer
 
     ends = [part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None]
@@ -110,11 +104,8 @@ def rows_made(model: Any) -> Iterator[None]:
 
 
 def use_rows(adapted: Any) -> None:
-    """Combine trained rows and the frozen matrix in forwards.
-
-    peft's own forward copies the full matrix to insert the rows, and bypasses the hooks with which ZeRO-3 gathers the
-    matrix. Here the base layer is called, and its output is replaced for these tokens, with the same result.
-    """
+    """Call the frozen layer in forwards, and replace its output for trained rows. peft's own forward copies the full
+    matrix to insert them, and bypasses the hooks with which ZeRO-3 gathers it."""
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 
     for layer in adapted.modules():

@@ -22,14 +22,8 @@ from accel_sft.models.cascade import PrefixedRows, cascade, cut_rows, probe_kern
 
 
 def install(device: torch.device | None = None) -> None:
-    """Let every model with sdpa attention accept the arguments `rows` or `decoding`; otherwise nothing changes.
-
-    It changes transformers' attention for the whole process, so call it only where a model is prepared for such
-    arguments.
-
-    Args:
-        device: where rows will be computed; kernels that copy no prefix are probed there. None probes none.
-    """
+    """Let every model of this process with sdpa attention accept the arguments `rows` or `decoding`; otherwise nothing
+    changes. Kernels that copy no prefix are probed on the device where rows will be computed."""
     if device is not None:
         probe_kernels(device)
     AttentionInterface.register("sdpa", rows_attention)
@@ -54,13 +48,8 @@ def rows_attention(
     """sdpa by rows: the prefix sees itself, each row sees the prefix and itself; rows do not see each other.
 
     Without a prefix, rows are cut out of the sequence into a batch, and the outputs go back to where the queries stood.
-    Short rows are padded at the end, where causality hides the padding.
-
-    Args:
-        query: (1, heads, T, D); key and value may have fewer heads.
-        decoding: computes attention in place of all this, with keys and values of its own (evaluation/live_rows.py).
-    Returns:
-        (1, T, heads, D), and None for the weights, as all attention functions of transformers do.
+    The query is (1, heads, T, D), key and value may have fewer heads; the output is (1, T, heads, D). `decoding`
+    computes attention in place of all this (evaluation/live_rows.py).
     """
     if decoding is not None:
         return decoding(module, query, key, value, kwargs.get("scaling")), None
@@ -80,8 +69,7 @@ def rows_attention(
 
 
 def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """Cast a float32 tensor as autocast would: rotated queries and keys are float32, and would be cut, joined and
-    repeated at twice the size. Autocast does not cover these kernels, so they would not cast."""
+    """A float32 tensor, such as rotated queries and keys, cast as by autocast, which does not cover these kernels."""
     kind = tensor.device.type
     if tensor.dtype == torch.float32 and torch.is_autocast_enabled(kind):
         return tensor.to(torch.get_autocast_dtype(kind))
@@ -89,11 +77,8 @@ def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class PrefixCache(DynamicCache):
-    """A cache that a layer may read repeatedly without changing it.
-
-    transformers' own caches change under a forward, some of them in place: autograd could not go back through them, and
-    gradient checkpointing, which computes a layer again, would find them changed.
-    """
+    """A cache that a layer may read repeatedly without changing it: autograd could not go back through transformers'
+    own caches, which change in place, and gradient checkpointing would compute with changed ones."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -177,10 +162,8 @@ def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterat
 
 @contextlib.contextmanager
 def prefix_first(model: Any, prefix: torch.Tensor) -> Iterator[None]:
-    """Within this context, a forward first reads the prefix, with ids (1, P), and its rows continue the prefix.
-
-    Both happen within one forward of the model, so that its wrapper (DDP, DeepSpeed, FSDP) sees a single forward.
-    """
+    """Within this context, a forward first reads the prefix, with ids (1, P), and its rows continue the prefix; the
+    model's wrapper (DDP, DeepSpeed, FSDP) sees a single forward."""
     base = without_adapter(model)
     own = base.forward
     taken = arguments(base)

@@ -19,7 +19,6 @@ from accel_sft.launch.environment import device_count
 from accel_sft.models.architecture import alike, beyond_text, parts_of, without_adapter
 from accel_sft.models.kernels import in_4bit, keep_as_trained
 from accel_sft.models.source import errors_explained, hub_place
-from accel_sft.models.targets import READ_IMAGES
 
 _NAMED = 4
 _DEQUANTIZED = ("mxfp4", "fp8", "compressed-tensors")
@@ -53,8 +52,7 @@ def pretrained(
     tensor_ranks: int = 1,
     offload: str | None = None,
 ) -> Any:
-    """The model of a folder or a hub id, without an adapter; without `images`, a multimodal model's language model is
-    enough. The other arguments are those of `load_model`."""
+    """The model of a folder or a hub id, without an adapter. Arguments are those of `load_model`."""
     from transformers import AutoConfig
 
     settings = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
@@ -104,8 +102,7 @@ def pretrained(
 
 
 def vocabulary_problem(name: str, text: Any, largest_id: int) -> str | None:
-    """Return why a model with this text configuration cannot read token `largest_id` or its pad token; None if it
-    can."""
+    """Why a model with this text configuration cannot read token `largest_id` or its pad token; None if it can."""
     largest_id, size = max(largest_id, getattr(text, "pad_token_id", None) or 0), getattr(text, "vocab_size", math.inf)
     if largest_id < size:
         return None
@@ -132,7 +129,7 @@ def stored_dtype(settings: Any) -> torch.dtype:
 
 
 def auto_class(model: torch.nn.Module) -> Any:
-    """The class of transformers that loads this model's saved weights."""
+    """The class of transformers that loads this model's weights."""
     base = without_adapter(model)
     made_by = (auto for auto in _classes() if isinstance(base, auto._model_mapping.get(type(base.config), ())))
     return next(made_by, None) or class_of(base.config)
@@ -153,10 +150,7 @@ def _classes() -> tuple[Any, Any]:
 
 
 def _refuse_incomplete(name: str, loading_info: dict[str, Any]) -> None:
-    """Raise UserError for weights missing from the files: transformers would only warn, and initialize them randomly.
-
-    Tied weights, and weights that the model declares optional, do not count as missing.
-    """
+    """Raise UserError for weights missing from the files: transformers would only initialize them randomly."""
     mismatched = loading_info["mismatched_keys"]
     shapes = [f"{key} {tuple(in_file)} for {tuple(expected)}" for key, in_file, expected in mismatched]
     for what, keys in (("lack", loading_info["missing_keys"]), ("have in another shape than config.json says", shapes)):
@@ -181,7 +175,7 @@ def freeze_beyond_text(
             weights.requires_grad_(False)
             frozen.append(name)
     if frozen:
-        log(f"not trained, {READ_IMAGES if images else 'for no text reaches it'}: {', '.join(parts_of(frozen))}")
+        log(f"not trained, as text does not reach it: {', '.join(parts_of(frozen))}")
 
 
 def freeze_others(model: Any, pattern: str, log: Callable[[str], None], new_tokens: Sequence[int] = ()) -> None:
@@ -202,8 +196,7 @@ def freeze_others(model: Any, pattern: str, log: Callable[[str], None], new_toke
 
 
 def would_train(name: str, config: TrainConfig, log: Callable[[str], None], images: bool, new: Sequence[int]) -> None:
-    """Log which weights `--train-only` trains, and raise the errors that training would, using a model without memory
-    (meta device)."""
+    """Log which weights `--train-only` trains, and raise the errors that training would, on the meta device."""
     from transformers import AutoConfig
 
     trusted = {"trust_remote_code": config.trust_remote_code}
@@ -256,8 +249,7 @@ def cut_over(ranks: int) -> dict[str, Any]:
 
 
 def refuse_offload(where: str | None, *, ranks: int, quantized: bool) -> None:
-    """Raise UserError if a model cannot be offloaded to `where` (None: no offload). `quantized`: whether the weights
-    are to be in 4 bits."""
+    """Raise UserError if a model cannot be offloaded to `where`."""
     if where is None:
         return
     if ranks > 1:

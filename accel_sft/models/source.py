@@ -50,11 +50,8 @@ class Source:
 
 
 def find_source(model: str, *, init_from: str | None = None, revision: str | None = None) -> Source:
-    """The source that `--init-from` names, or else `--model`.
-
-    A folder may hold full weights, an adapter (its base is read from `adapter_config.json`), or a run. The files of a
-    hub id's `revision` (branch, tag or commit) are fetched into the hub's cache.
-    """
+    """The source that `--init-from` names, or else `--model`: a folder of full weights, an adapter or a run; or a hub
+    id, whose `revision` (branch, tag or commit) is fetched into the hub's cache."""
     name = init_from or model
     folder = expanded(name)
     if revision and folder.exists():
@@ -112,8 +109,7 @@ def hub_place(name: str) -> tuple[str, str] | None:
 
 
 def began_with(source: Source, record: Mapping[str, Any] | None) -> str:
-    """The folder or hub id that `--base auto` means: what a run's weights were trained from, or an adapter's base.
-    `record` is that of the run that wrote the weights; None if no run did."""
+    """The folder or hub id that `--base auto` means. `record` is that of the run that wrote the weights, if one did."""
     began = record["config"].get("init_from") or record["config"].get("model") if record else None
     if source.adapter:
         return source.weights
@@ -134,12 +130,8 @@ def as_it_began(base: Source, tuned: Source, record: Mapping[str, Any] | None) -
 
 
 def weights_identity(source: Source) -> str | None:
-    """Return a hash that distinguishes full weights in a folder from other weights of the same name and shape; None for
-    a hub id.
-
-    SHA-256 of the configuration and of the weight files' names, sizes and content. Of a large file only 64 MiB, evenly
-    spread, are hashed: training changes every matrix, and hashing all would take as long as loading the model.
-    """
+    """SHA-256 of a folder's configuration and weight files; None for a hub id. Of a large file only 64 MiB, evenly
+    spread, are hashed: training changes every matrix."""
     folder = Path(source.weights)
     if not folder.is_dir():
         return None
@@ -179,7 +171,7 @@ def is_tiny(model: str, *, init_from: str | None = None) -> bool:
 
 
 def resolved(config: Settings, task: Task | type[Task]) -> Settings:
-    """The settings with the defaults of the model to train, and of the task for tiny, in place of each None."""
+    """The settings with defaults in place of each None; `tiny` and its tasks have their own."""
     tiny = is_tiny(config.model, init_from=config.init_from)
     return config.resolved({**TINY_DEFAULTS, "max_steps": task.tiny_steps} if tiny else {})
 
@@ -228,10 +220,8 @@ def errors_explained(name: str) -> Iterator[None]:
 
 
 def shipped_files(source: Path) -> tuple[list[Path], list[str]]:
-    """Return the paths within `source` of the model's files, and the names of all other files and folders there.
-
-    A Python file is the model's if a configuration names it as the model's own code, or if such a file imports it.
-    """
+    """Return the paths within `source` of the model's files, and the names of all other files and folders there. A
+    Python file is the model's if a configuration names it, or if such a file imports it."""
     code = _own_code(source)
     shipped, left = [], []
     for path in sorted(source.iterdir()):

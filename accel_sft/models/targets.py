@@ -11,18 +11,14 @@ from accel_sft.api.errors import UserError
 from accel_sft.models.architecture import beyond_text, parts_of
 
 ALL_LINEAR = "all-linear"
-USED_ALONE = "used without being called"
-"""Reason, in messages, why a layer gets no adapter: the model reads the layer's weights without calling its forward."""
-READ_IMAGES = "for images pass through it as it is"
-"""Reason, in messages, why weights that only images reach are not trained."""
 
 
 def targets(model: Any, *, names: list[str], saved: list[str], parameters: list[str]) -> dict[str, Any]:
     """Return peft's arguments for `names`, of `--lora-target-modules`, excluding `saved`, of `--lora-modules-to-save`,
     and for `parameters`, of `--lora-target-parameters`.
 
-    With `all-linear`, peft would also choose layers that text never passes through (in multimodal models), layers that
-    peft then refuses, and layers whose adapter would have no effect; all of these are excluded.
+    With `all-linear`, peft would also choose layers that text never passes through, layers that peft then refuses, and
+    layers whose adapter would have no effect.
     """
     beyond = beyond_text(model)
     modules = [name for name, module in model.named_modules() if not _has_any(name, module, beyond)]
@@ -33,8 +29,7 @@ def targets(model: Any, *, names: list[str], saved: list[str], parameters: list[
     excluded = [rf"(.*\.)?{re.escape(name)}" for name in saved]
     excluded += [rf"(model\.)?{re.escape(part)}\..*" for part in parts_of(beyond)]
     if not chosen:
-        without = {in_block(name) for names in unfit(model).values() for name in names}
-        excluded += [rf"(.*\.)?{re.escape(name)}" for name in sorted(without)]
+        excluded += [rf"(.*\.)?{re.escape(name)}" for name in sorted(set(map(in_block, unfit(model))))]
     arguments: dict[str, Any] = {
         "target_modules": names if chosen else ALL_LINEAR,
         "exclude_modules": "|".join(excluded) or None,
@@ -62,43 +57,39 @@ def targets(model: Any, *, names: list[str], saved: list[str], parameters: list[
     return arguments
 
 
-def left_out(adapted: Any, *, images: bool = False) -> list[str]:
-    """By reason, the layers that an adapter on all linear layers leaves out; `images`: whether the data has images."""
+def left_out(adapted: Any) -> list[str]:
+    """Names of the layers, and of experts in one tensor, that an adapter on all linear layers leaves out."""
     from peft.tuners.lora.layer import ParamWrapper
 
     model = adapted.get_base_model()
     beyond = beyond_text(model)
-    by_reason = {READ_IMAGES if images else "no text reaches them": parts_of(beyond), **unfit(model)}
+    names = [*parts_of(beyond), *unfit(model)]
     wrapped = [module for module in model.modules() if isinstance(module, ParamWrapper)]
     stood_on = {id(getattr(module.get_base_layer(), module.parameter_name)) for module in wrapped}
     for name, parameter in model.named_parameters():
         is_convolution = hasattr(model.get_submodule(name.rpartition(".")[0]), "kernel_size")
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves it one dimension
         if len(shape) == 3 and not (is_convolution or name in beyond or id(parameter) in stood_on):
-            by_reason.setdefault("experts in one tensor", []).append(name)
-    lines = ((reason, ", ".join(dict.fromkeys(map(in_block, names)))) for reason, names in by_reason.items())
-    return [f"{names} ({reason})" for reason, names in lines if names]
+            names.append(name)
+    return list(dict.fromkeys(map(in_block, names)))
 
 
-def unfit(model: Any) -> dict[str, list[str]]:
-    """Return, by reason, linear layers with a forward of their own, or with weights used without calling the layer.
-
-    Kernels of state-space layers read the projections' weights directly, so an adapter on them would have no effect.
-    """
-    by_reason: dict[str, list[str]] = {}
-    beyond = beyond_text(model)
+def unfit(model: Any) -> list[str]:
+    """Linear layers with a forward of their own, or with weights that are used without calling the layer, as kernels of
+    state-space layers do."""
+    names, beyond = [], beyond_text(model)
     for name, module in model.named_modules():
         if not isinstance(module, (torch.nn.Linear, Conv1D)) or _has_any(name, module, beyond):
             continue
         parent, _, own = name.rpartition(".")
         user = type(model.get_submodule(parent))
-        if type(module).forward not in (torch.nn.Linear.forward, Conv1D.forward) and _of_model(type(module)):
-            by_reason.setdefault("no plain linear layer", []).append(name)
-        elif _of_model(user) and re.search(
-            rf"\bself\.{own}\.weight\b(?!\.(dtype|device|shape))", inspect.getsource(user)
+        has_own_forward = type(module).forward not in (torch.nn.Linear.forward, Conv1D.forward)
+        alone = rf"\bself\.{own}\.weight\b(?!\.(dtype|device|shape))"
+        if (has_own_forward and _of_model(type(module))) or (
+            _of_model(user) and re.search(alone, inspect.getsource(user))
         ):
-            by_reason.setdefault(USED_ALONE, []).append(name)
-    return by_reason
+            names.append(name)
+    return names
 
 
 def _of_model(kind: type) -> bool:

@@ -104,10 +104,9 @@ def train_tokenizer(texts: Sequence[str]) -> Any:
     """A small byte-level BPE that makes copying easy: varying text is spelt out, constant text is one token.
 
     One token per digit and per Chinese or Japanese character, so that positions can be counted; words and runs of
-    punctuation merge only where many texts have them, so that a name never seen is spelt by the same well-trained
-    pieces as one in training. Openings shared by many texts (the system prompt, an answer's fixed prefix) are one
-    token. Characters that are not in `texts` become their UTF-8 bytes: any text in Unicode's NFC round-trips (as with
-    Qwen2's own tokenizer, whose class transformers insists on for a Qwen2 model, normaliser included).
+    punctuation merge only where many texts have them, so that a new name is spelt by well-trained pieces. Openings
+    shared by many texts (the system prompt, an answer's fixed prefix) are one token. Characters that are not in `texts`
+    become their UTF-8 bytes: any text in Unicode's NFC round-trips.
     """
     from tokenizers import AddedToken, pre_tokenizers
     from transformers import Qwen2Tokenizer

@@ -51,11 +51,11 @@ class GivenTemplate:
     lines: list[str] = dataclasses.field(default_factory=list)
 
     def give(self, tokenizer: Any) -> None:
-        """Put the template into a tokenizer, in place of the one that it may have.
+        """Put the template into a tokenizer.
 
         Control tokens of the template become special tokens: of another tokenizer's template those that are special
         there, of a file those like `<|im_end|>` and the mark that ends an answer. The token that ends an answer becomes
-        the tokenizer's eos; its eos until then becomes the pad token, if there is none.
+        the tokenizer's eos; its former eos becomes the pad token, if there is none.
         """
         tokenizer.chat_template, their_special = self._read()
         if not tokenizer.chat_template.strip():
@@ -129,7 +129,7 @@ class GivenTemplate:
 
 
 def _failure(error: UserError) -> str:
-    """Why a template fails, and where: the error of a rendering is of a model's own template, and a task's messages."""
+    """Why a template fails, and where."""
     cause = error.__cause__
     if isinstance(cause, jinja2.TemplateSyntaxError):
         return f"line {cause.lineno}: {one_line(cause.message or '', LONGEST_ERROR)}; fix it, or name another"
@@ -140,8 +140,7 @@ def _failure(error: UserError) -> str:
 
 
 def template_of(tokenizer: Any, name: str) -> Any:
-    """A tokenizer's chat template, or the one in chat_template.json, where processors used to keep theirs and
-    tokenizers do not look; None if there is none."""
+    """A tokenizer's chat template, or the one in chat_template.json, where processors used to keep theirs; or None."""
     from transformers.utils import cached_file
 
     if tokenizer.chat_template is not None:
@@ -156,12 +155,7 @@ def template_of(tokenizer: Any, name: str) -> Any:
 def load_tokenizer(
     source: Source, *, trust_remote_code: bool, given: GivenTemplate | None = None, templated: bool = True
 ) -> Any:
-    """The tokenizer, with a pad token (its eos token if it has no pad token of its own).
-
-    Args:
-        given: the chat template to give it.
-        templated: whether it must have a chat template; raw text needs none.
-    """
+    """The tokenizer, with a pad token and, if `templated`, a chat template (which raw text does not need)."""
     from transformers import AutoTokenizer
 
     with errors_explained(source.tokenizer):
@@ -184,7 +178,7 @@ def load_tokenizer(
 
 
 def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules:
-    """Return what, apart from the tokenizer, decides the tokens: end-of-turn ids, maximum length and so on."""
+    """What, apart from the tokenizer, decides the tokens: end-of-turn ids, maximum length and so on."""
     from transformers import GenerationConfig
     from transformers.utils import cached_file
 
@@ -211,17 +205,15 @@ def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules
 
 
 def left_out(generation_config: Any) -> dict[str, Any]:
-    """The settings of a model by which answers are not its most likely tokens, with the values that leave them out:
-    with these arguments `generate` answers as evaluations do."""
+    """Settings of a model by which answers are not its most likely tokens, with the values that disable them: with
+    these, `generate` answers as evaluations do."""
     given = {name: getattr(generation_config, name, None) for name in _WITHOUT}
     return {name: _WITHOUT[name] for name, value in given.items() if value is not None and value != _WITHOUT[name]}
 
 
 def answer_ends(tokenizer: Any, generation_config: Any) -> set[int]:
-    """Ids that end an answer: `end_of_turn_ids` and, if the chat template writes none of them behind an answer, the
-    special token that ends turns there. Qwen's base models are such: their eos ends texts, and ChatML turns. Calls may
-    end with a token of their own, such as `<|call|>`.
-    """
+    """Ids that end an answer: `end_of_turn_ids` and, if the chat template writes none of them behind an answer or a
+    call, the special token that ends turns or calls there, as `<|im_end|>` in Qwen's base models."""
     ends, rendering = end_of_turn_ids(tokenizer, generation_config), Rendering(tokenizer)
     written, called = rendering.ends(), rendering.call_ends()
     ends = ends if ends.intersection(written) else ends | {*written[:1]}
@@ -229,11 +221,8 @@ def answer_ends(tokenizer: Any, generation_config: Any) -> set[int]:
 
 
 def stop_at_ends(model: Any, tokenizer: Any, log: Callable[[str], None]) -> None:
-    """Have generation stop where answers end, also that of plain transformers with the exported weights.
-
-    Settings without effect, such as a temperature where nothing is drawn, are taken out if transformers would refuse
-    to save them beside the first exported weights.
-    """
+    """Have generation stop where answers end, also in exports. Settings without effect, such as a temperature where
+    nothing is drawn, are taken out: transformers would refuse to save them."""
     if not model.can_generate():
         return
     settings = model.generation_config
@@ -261,11 +250,7 @@ def sentencepiece_file(source: Source) -> list[Path]:
 
 
 def load_processor(source: Source, *, model: str, trust_remote_code: bool) -> Any:
-    """The processor of a model that reads images.
-
-    Transformers needs torchvision to read videos. Where it is not installed, the processor is made without its part for
-    videos, and Pillow reads the images.
-    """
+    """The processor of a model that reads images; without torchvision, its part for videos is left out."""
     from transformers import AutoConfig, AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
     from transformers.utils import is_torchvision_available, is_vision_available
@@ -297,7 +282,7 @@ def load_processor(source: Source, *, model: str, trust_remote_code: bool) -> An
 
 
 def _without_videos(kind: Any, name: str, trust: bool) -> Any:
-    """A processor of this kind whose part for videos is None."""
+    """A processor of this kind without its part for videos."""
     from transformers import AutoImageProcessor, AutoTokenizer
 
     def check(self: Any, name: str, part: Any) -> Any:

@@ -74,24 +74,20 @@ def same(got, expected):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-@pytest.mark.parametrize(
-    "limit", [{"rows": 1}, {"rows": 3}, {"rows": 64}, {"tokens": 60}, {"tokens": 200}, {"tokens": 5}]
-)
-def test_ranks_get_equally_many_forwards_in_any_order(way, world_size, limit):
+def test_ranks_get_equally_many_forwards_in_any_order(way, world_size):
     examples = rows(17)
-    batching = batching_of(way, limit.get("tokens", 1024), limit.get("rows"))
-    ranks = batching.divide(examples, world_size)
-    assert ranks == batching.divide(examples[::-1], world_size)
-    assert len(ranks) == world_size
-    assert len({len(forwards) for forwards in ranks}) == 1
-    run = [example.index for forwards in ranks for forward in forwards for example in forward]
-    assert sorted(run) == list(range(17))
-    for forward in (forward for forwards in ranks for forward in forwards if forward):
-        if "rows" in limit:
-            assert len(forward) <= limit["rows"]
-        elif len(forward) > 1:
-            ids = batching.batch(forward, 0, CPU).inputs["input_ids"]
-            assert ids.numel() <= limit["tokens"]
+    for tokens, limit in ((1024, 1), (1024, 3), (1024, 64), (60, None), (200, None), (5, None)):
+        batching = batching_of(way, tokens, limit)
+        ranks = batching.divide(examples, world_size)
+        assert ranks == batching.divide(examples[::-1], world_size)
+        assert len(ranks) == world_size
+        assert len({len(forwards) for forwards in ranks}) == 1
+        forwards = list(itertools.chain(*ranks))
+        assert sorted(example.index for forward in forwards for example in forward) == list(range(17))
+        for forward in forwards:
+            assert len(forward) <= (limit or 17)
+            if not limit and len(forward) > 1:
+                assert batching.batch(forward, 0, CPU).inputs["input_ids"].numel() <= tokens
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -100,11 +96,7 @@ def test_ranks_carry_near_equal_tokens(way):
     ranks = batching.divide(rows(64), 2)
     loads = [sum(batching.batch(f, 0, CPU).inputs["input_ids"].numel() for f in forwards) for forwards in ranks]
     assert abs(loads[0] - loads[1]) <= 0.1 * sum(loads)
-
-
-def test_a_small_step_is_one_forward_on_each_rank():
-    for way in WAYS:
-        assert [len(forwards) for forwards in batching_of(way, 4096).divide(rows(16), 2)] == [1, 1]
+    assert [len(forwards) for forwards in batching_of(way, 4096).divide(rows(16), 2)] == [1, 1]
 
 
 def test_shared_prefix_ends_before_what_predicts_a_target():
@@ -133,13 +125,7 @@ def test_the_loss_is_that_of_the_supervised_tokens_by_hand(model, way, head):
 
 
 @pytest.mark.parametrize("way", WAYS[:-1])
-@pytest.mark.parametrize(
-    ("tokens", "checkpointing"),
-    [
-        *((48, False), (300, False), (4096, False), (300, True)),
-        *(pytest.param(tokens, True, marks=pytest.mark.long) for tokens in (48, 4096)),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "checkpointing"), [(48, False), (4096, False), (300, True)])
 def test_every_layout_gives_the_loss_and_gradients_of_padded_rows(model, way, tokens, checkpointing):
     model = copy.deepcopy(model).train()
     if checkpointing:
@@ -148,11 +134,10 @@ def test_every_layout_gives_the_loss_and_gradients_of_padded_rows(model, way, to
     same(loss_and_gradients(model, batching_of(way, tokens), rows(), world_size=2), expected)
 
 
-@pytest.mark.parametrize("key_value_heads", [2, 1])
 @pytest.mark.parametrize("way", WAYS[:-1])
-def test_grouped_heads_and_reduced_precision_are_the_same_to_rounding(way, key_value_heads):
+def test_grouped_heads_and_reduced_precision_are_the_same_to_rounding(way):
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(small(Qwen2Config, num_key_value_heads=key_value_heads, num_attention_heads=2)).eval()
+    model = Qwen2ForCausalLM(small(Qwen2Config, num_key_value_heads=1, num_attention_heads=2)).eval()
     expected = sum(by_hand(model, example) for example in rows())
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
         got, _ = loss_and_gradients(model.to(dtype), batching_of(way, 300), rows())
@@ -197,11 +182,13 @@ def test_pad_token_is_learnt_where_it_ends_the_turn():
     assert batch.targets.tolist() == [8, 3, 9, 3]
 
 
-def test_what_is_shared_is_computed_once():
-    examples = rows(64, instruction=300, longest=20)
+def test_larger_forwards_repeat_an_instruction_less(model):
+    examples, width = rows(64, instruction=300, longest=30), model.config.hidden_size
     alone = sum(len(example.input_ids) for example in examples)
     assert computed_tokens(batching_of(("packed", "rows"), 1024), examples) == alone
-    assert computed_tokens(batching_of(("shared", "rows"), 1024), examples) < alone / 10
+    assert computed_tokens(batching_of(("shared", "rows"), 1024), examples) < alone / 9
+    less, more = (batching_of(WAYS[0], tokens).work(examples, 1, width, 64) for tokens in (2048, 512))
+    assert less < more
 
 
 # --- what a model can take ---
@@ -210,13 +197,6 @@ def test_what_is_shared_is_computed_once():
 def chosen(model, examples=None, train=True, **settings):
     config = TrainConfig(**settings).resolved({})
     return choose_batching(Trial(Accelerator(cpu=True), model, config, examples or rows(), 0, train=train))
-
-
-def test_a_plain_model_shares_prefixes(model):
-    batching, message = chosen(model, batching="shared")
-    assert batching.layout == "shared"
-    line = f"batching shared (one copy of what rows share), up to {batching.tokens:,} tokens a forward"
-    assert message == f"{line}, the least work of 3 sizes"
 
 
 @pytest.fixture
@@ -236,6 +216,9 @@ def test_attention_of_rows_is_registered_when_first_used(model, untouched):
 
 
 def test_the_settings_win(model):
+    batching, message = chosen(model, batching="shared")
+    line = f"batching shared (one copy of what rows share), up to {batching.tokens:,} tokens a forward"
+    assert message == f"{line}, the least work of 3 sizes"
     assert chosen(model, batching="packed")[0].layout == "packed"
     padded = batching_of(("padded", "causal"), UNLIMITED, 4, head="pieces")
     assert chosen(model, batching="padded", micro_batch_size="4")[0] == padded
@@ -282,12 +265,6 @@ def test_two_starts_choose_alike_and_read_no_clock(model, monkeypatch):
     assert chosen(model)[0] == batching
 
 
-def test_larger_forwards_repeat_an_instruction_less(model):
-    long, width = rows(64, instruction=300, longest=30), model.config.hidden_size
-    small, large = (batching_of(WAYS[0], tokens).work(long, 1, width, 64) for tokens in (512, 2048))
-    assert large < small
-
-
 def test_smallest_of_nearly_equal_sizes_is_taken(model, monkeypatch):
     job = trial(model, rows(64, instruction=0))
     sizes = [batching_of(("packed", "rows"), n) for n in (64, 128, 256, 4096)]
@@ -311,7 +288,7 @@ def test_runs_choice_is_read_for_its_own_job_and_launch(tmp_path):
     assert choice.read(accelerator, RunDir(tmp_path), ["job"]) is None, "another launch"
 
 
-@pytest.mark.parametrize("content", [b"[", b"\xff", b"[]", b"{}", None])
+@pytest.mark.parametrize("content", [b"[", b"[]", None])
 def test_broken_record_is_as_if_it_were_not_there(tmp_path, content):
     path = tmp_path / "batching.json"
     if content is None:
@@ -342,17 +319,8 @@ def small(kind, **settings):
     return kind(**{**common, "num_hidden_layers": 2, "num_key_value_heads": 2, **settings})
 
 
-@pytest.mark.parametrize(("window", "attention"), [(512, "rows"), (16, "cache")])
-def test_rows_reaching_a_sliding_window_continue_from_a_cache(window, attention):
-    torch.manual_seed(0)
-    layers = ["sliding_attention", "full_attention"]
-    config = small(Gemma3TextConfig, sliding_window=window, layer_types=layers)
-    batching, reasons = chosen(Gemma3ForCausalLM(config), batching="shared")
-    assert (batching.layout, batching.attention) == ("shared", attention), reasons
-
-
 @pytest.mark.parametrize("window", [16, 512])
-def test_window_of_all_layers_is_seen_by_judged_rows_too(window):
+def test_rows_reaching_a_sliding_window_continue_from_a_cache(window):
     torch.manual_seed(0)
     model = MistralForCausalLM(small(MistralConfig, sliding_window=window))
     short = [row for row in rows(64, instruction=4, longest=8) if len(row.input_ids) <= 16]
@@ -379,11 +347,9 @@ def experts_drawn_at_random():
     return PhimoeForCausalLM(small(PhimoeConfig, num_local_experts=4, num_experts_per_tok=2, intermediate_size=32))
 
 
-@pytest.mark.parametrize(
-    ("make", "seed"), [(opt_with_dropout, 0), *((experts_drawn_at_random, seed) for seed in range(3))]
-)
-def test_randomness_that_is_no_module_is_seen_by_two_forwards(make, seed):
-    torch.manual_seed(seed)
+@pytest.mark.parametrize("make", [opt_with_dropout, experts_drawn_at_random])
+def test_randomness_that_is_no_module_is_seen_by_two_forwards(make):
+    torch.manual_seed(0)
     batching, line = chosen(make(), batching="shared")
     assert batching.layout in ("packed", "padded" if make is opt_with_dropout else "packed"), line
     assert "would share their dropout (its forward is random in training)" in line
@@ -400,8 +366,8 @@ def flash(module, query, key, value, attention_mask, cu_seq_lens_q=None, max_len
     return torch.cat([sdpa_attention_forward(module, *row, None, **kwargs)[0] for row in own], dim=1), None
 
 
-@pytest.mark.parametrize("name", ["flash_stand_in", "kernels-community/flash-attn2"])  # as transformers renames it
-def test_flash_attention_gets_the_ends_of_packed_rows(model, name):
+def test_flash_attention_gets_the_ends_of_packed_rows(model):
+    name = "kernels-community/flash-attn2"  # as transformers renames it
     AttentionInterface.register(name, flash)
     AttentionMaskInterface.register(name, sdpa_mask)
     flashing = copy.deepcopy(model)
@@ -437,12 +403,11 @@ def test_a_head_in_pieces_gives_the_same_loss_and_gradients(model, way, monkeypa
     assert "forward" not in vars(model.get_output_embeddings())
 
 
-def test_a_large_vocabulary_never_stands_whole():
-    """Peak memory of a loss over 2,000 tokens of 150,000 words: 1.1 GiB of logits alone, and gradients as large."""
-    torch.manual_seed(0)
-    config = small(Qwen2Config, vocab_size=150_016, hidden_size=16, num_attention_heads=1, num_key_value_heads=1)
-    model = Qwen2ForCausalLM(config)
-    example = Encoded(0, [7] * 2001, 1)
+def test_a_large_vocabulary_never_stands_whole(monkeypatch):
+    """No tensor of a loss over 1,000 tokens of 32,000 words has more than two pieces' logits."""
+    monkeypatch.setattr(loss, "MOST_LOGITS", 2**22)
+    config = small(Qwen2Config, vocab_size=32_000, hidden_size=16, num_attention_heads=1, num_key_value_heads=1)
+    model, example = Qwen2ForCausalLM(config), Encoded(0, [7] * 1001, 1)
     batch = batching_of(WAYS[0], 4096, head="pieces").batch([example], 0, CPU)
     with torch.profiler.profile(profile_memory=True) as profile:
         nll_sum(model, batch).backward()
@@ -555,21 +520,16 @@ def test_rows_have_a_mask_only_where_it_is_needed(model):
 class Refusing(Unaware):
     """One that takes nothing but padded rows, and refuses the rest without a message."""
 
-    refusal: type[Exception] = AssertionError
-
     def inputs(self, ids, mask, positions):
         if mask is None or mask.ndim > 2:
-            raise self.refusal
+            raise AssertionError
         return super().inputs(ids, mask, positions)
 
 
-@pytest.mark.parametrize("refusal", [AssertionError, NotImplementedError, KeyError])
-def test_model_refusing_without_a_message_gets_padded_rows(model, refusal):
-    refusing = Refusing(model)
-    refusing.refusal = refusal
-    batching, reasons = chosen(refusing)
+def test_model_refusing_without_a_message_gets_padded_rows(model):
+    batching, reasons = chosen(Refusing(model))
     assert batching.layout == "padded"
-    assert reasons.count(f"the model does not take it ({refusal.__name__})") == 2, reasons
+    assert reasons.count("the model does not take it (AssertionError)") == 2, reasons
 
 
 class Smearing(Wrapped):

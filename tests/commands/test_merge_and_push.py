@@ -68,7 +68,7 @@ def adapter(base, tmp_path_factory):
 
 def merged(folder, dtype=None):
     source = find_source(str(folder))
-    return merge(source, AutoTokenizer.from_pretrained(source.tokenizer), dtype, trust_remote_code=False)
+    return merge(source, AutoTokenizer.from_pretrained(source.tokenizer), dtype, trust_remote_code=False)[0]
 
 
 def logits(model):
@@ -138,10 +138,10 @@ def test_each_type_is_merged_in_each_precision(base, tmp_path, kind):
     folder = save(base, tmp_path / kind, KINDS[kind])
     expected = apart(base, folder)
     exact, rounded = merged(folder), merged(folder, "bf16")
-    assert exact.dtype == "float32"  # as the base's files
-    assert (logits(exact.model) - expected).abs().max() < 1e-5
-    assert rounded.model.dtype == torch.bfloat16
-    assert 1e-4 < (logits(rounded.model) - expected).abs().max() < 0.5
+    assert exact.dtype == torch.float32  # as the base's files
+    assert (logits(exact) - expected).abs().max() < 1e-5
+    assert rounded.dtype == torch.bfloat16
+    assert 1e-4 < (logits(rounded) - expected).abs().max() < 0.5
 
 
 def test_merged_weights_have_their_bases_names_and_type(base, tmp_path):

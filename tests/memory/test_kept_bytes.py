@@ -19,12 +19,13 @@ from accel_sft.memory.activations import forward_bytes, peak_bytes
 from accel_sft.models.prefix_attention import install
 
 # tokens of the prefix, own tokens of a row, rows
-SHAPES = [(64, 64, 16), (256, 32, 32), (512, 16, 64), pytest.param(1500, 30, 64, marks=pytest.mark.long)]
+SHAPES = [(64, 64, 16), pytest.param(512, 16, 64, marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module")
 def model():
     """A model with as many heads to a head of keys as Qwen2 7B, and as wide a feed-forward for its size."""
+    install(torch.device("cpu"))
     shape = {"hidden_size": 448, "intermediate_size": 2368, "num_hidden_layers": 2, "vocab_size": 512}
     heads = {"num_attention_heads": 28, "num_key_value_heads": 4, "use_sliding_window": False}
     return Qwen2ForCausalLM(Qwen2Config(**shape, **heads)).bfloat16().train()
@@ -44,11 +45,8 @@ def test_the_bytes_kept_for_the_backward_are_those_expected(model, prefix, own, 
     common, *others = (torch.randint(1, 512, (size,), generator=draw).tolist() for size in (prefix, *[own] * count))
     rows = [Encoded(index, common + row, prefix + own // 2) for index, row in enumerate(others)]
     batching = Batching("shared", prefix + own * count, attention="rows", head="labelled")
-    install(torch.device("cpu"))
-    measured = kept_by(model, batching, rows)
-    planned = forward_bytes(
-        job_of_rows(model, "z2", True, batching.way.tokens_in(rows), batching.way.copied_keys(rows))
-    )
+    measured, way = kept_by(model, batching, rows), batching.way
+    planned = forward_bytes(job_of_rows(model, "z2", True, way.tokens_in(rows), way.copied_keys(rows)))
     assert planned / 1.3 < measured < 1.3 * planned
 
 
@@ -72,8 +70,7 @@ def test_plan_counts_copies_where_a_gpu_makes_them(model, recomputed):
 
     assert bytes_more("ddp", False) == (1 if recomputed else 2) * 2 * 4 * 448 * 4096  # float32, by layer
     assert bytes_more("z2", True) == bytes_more("ddp", False, device="cpu") == 0
-    odd = dataclasses.replace(job_of_rows(model, "z2", True, 1, 1).shape, head_dim=20)
-    assert bytes_more("z2", True, shape=odd) > 0
+    assert bytes_more("z2", True, in_cache=True) > 0
 
 
 class Tokenizer:
@@ -83,19 +80,15 @@ class Tokenizer:
         return 256
 
 
-LONG = ("falcon_h1", "zamba2", "nemotron_h", "qwen3_next", "bamba", "olmo_hybrid")
+LONG = ("qwen3_5_text", "granitemoehybrid", "falcon_h1", "zamba2", "nemotron_h", "olmo_hybrid")
 
 
 @AS_COUNTED
-@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("attention", ["cache", "causal"])
-@pytest.mark.parametrize(
-    "family",
-    ["lfm2", "qwen3_5_text", "granitemoehybrid", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)],
-)
-def test_what_layers_with_a_state_keep_is_counted(family, attention, bf16):
+@pytest.mark.parametrize("family", ["lfm2", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+def test_what_layers_with_a_state_keep_is_counted(family, attention):
     config = architectures.configuration(family, Tokenizer())
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if bf16 else torch.float32).train()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     draw = torch.Generator().manual_seed(0)
     common, *others = (torch.randint(2, 250, (size,), generator=draw).tolist() for size in (100, *range(20, 60, 5)))
     rows = [Encoded(index, common + row, len(common) + 15) for index, row in enumerate(others)]
@@ -104,7 +97,7 @@ def test_what_layers_with_a_state_keep_is_counted(family, attention, bf16):
     job = job_of(
         json.loads(config.to_json_string()),
         device="cpu",
-        bf16=bf16,
+        bf16=False,
         tokens=way.tokens_in(rows),
         supervised_tokens=sum(row.supervised_tokens for row in rows),
         rows=len(rows),

@@ -39,11 +39,10 @@ def really_allocated(config, head, recomputed):
     return allocated(lambda: loss.nll_sum(network, batch).backward()).max()
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize(
-    ("head", "most", "tied"),
+    ("head", "most", "tied", "recomputed"),
     # pieces of 128 tokens, whose logits are most, and of 8, where the gradients of the head's weights are
-    [("labelled", None, True), ("pieces", 128, True), ("pieces", 8, True), ("pieces", 8, False)],
+    [("labelled", None, True, False), ("pieces", 128, True, True), ("pieces", 8, False, False)],
 )
 def test_fake_tensors_take_what_real_ones_do(monkeypatch, head, most, tied, recomputed):
     config = {**SMALL, "tie_word_embeddings": tied}
@@ -54,22 +53,21 @@ def test_fake_tensors_take_what_real_ones_do(monkeypatch, head, most, tied, reco
     assert simulated.activations + simulated.logits == pytest.approx(real, rel=0.02)
 
 
-FORWARDS = [
+FEW = [
     ("qwen2", "z2", {}),
     ("qwen2", "ddp", {}),
     ("llama", "z2", {"head": "labelled"}),
-    ("llama", "fsdp2", {"tokens": 3072, "supervised_tokens": 200}),
-    ("gemma2", "z2", {"tokens": 4096, "supervised_tokens": 2000}),
-    ("gemma2", "ddp", {"tokens": 4096, "rows": 4}),
-    ("phi3", "z2", {"lora_dropout": 0.1}),
-    ("mixtral", "z2", {}),
     ("qwen3_moe", "z2", {"tokens": 3072}),
 ]
-FEW = [FORWARDS[at] for at in (0, 1, 2, 5, 7, 8)]
+OTHERS = [
+    ("llama", "fsdp2", {"tokens": 3072, "supervised_tokens": 200}),
+    ("phi3", "z2", {"lora_dropout": 0.1}),
+    ("mixtral", "z2", {}),
+]
 
 
 @AS_COUNTED
-@pytest.mark.parametrize("forwards", [FEW, pytest.param(FORWARDS, marks=pytest.mark.long)], ids=["few", "all"])
+@pytest.mark.parametrize("forwards", [FEW, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["few", "others"])
 def test_closed_form_meets_simulation(forwards):
     """By 10% in the mean, and by 20% at worst."""
     differences = {}

@@ -11,10 +11,9 @@ import torch
 from accelerate import Accelerator
 from chats import jsonl
 from click.testing import CliRunner
-from conftest import accel_sft, finished, stopped
+from conftest import accel_sft, finished
 from models import Sums, encode, make_base, make_tiny
 from peft import AutoPeftModelForCausalLM
-from peft.tuners.trainable_tokens import TrainableTokensLayer
 from reference_job import FP32, goes_on_to_the_same_bits, same_curve
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -85,7 +84,6 @@ def test_marks_of_a_given_template_become_tokens(tmp_path):
     ("template", "said"),
     [
         ("\n{% for", "line 2: [^;]*; fix it, or name another$"),
-        ("{{ messages[0].content + 1 }}", "it fails on a conversation: TypeError: [^;]*; fix it, or name another$"),
         ("{{ raise_exception('No.') }}", "it fails on a conversation: No\\.; fix it, or name another$"),
         (" \n", "it is empty; name another$"),
         ("{{ messages[0].content }}", "it writes no answer of an assistant"),
@@ -108,52 +106,38 @@ def loaded(source, tokenizer, template, **options):
     return load_model(source, config, precision="no", deepspeed=False, total_steps=3, **tokens)
 
 
-def adapter_with_rows(folder, **options):
-    """An adapter on a base model, with its new rows as training might leave them, and its tokenizer."""
-    tokenizer, template, source = given(folder, "chatml")
-    model = loaded(source, tokenizer, template, adapter="lora", **options)
+@pytest.mark.parametrize("ends", [{"tied": False}, *(pytest.param(ends, marks=LONG) for ends in TIED)])
+def test_adapter_carries_new_rows_into_peft_and_merged_weights(tmp_path, ends):
+    tokenizer, template, source = given(make_base(tmp_path / "base", **ends), "chatml")
+    model = loaded(source, tokenizer, template, adapter="lora").eval()
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "trainable_tokens" in name or "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    return model.eval(), tokenizer
-
-
-@pytest.mark.parametrize("ends", [{"tied": False}, *(pytest.param(ends, marks=LONG) for ends in TIED)])
-def test_adapter_carries_new_rows_into_peft_and_merged_weights(tmp_path, ends):
-    model, tokenizer = adapter_with_rows(make_base(tmp_path / "base", **ends))
     rows = {name: p for name, p in model.named_parameters() if "trainable_tokens" in name}
     assert [tuple(p.shape) for p in rows.values()] == [(2, 32)] * (1 if ends.get("tied", True) else 2)
     assert model.get_base_model().config.vocab_size == len(tokenizer) + max(ends.get("spare", 2) - 2, 0)
     ids = tokenizer.apply_chat_template(ASKED, return_tensors="pt", return_dict=True)["input_ids"]
     with torch.no_grad():
         ours = model(input_ids=ids).logits
-        for layer in [layer for layer in model.modules() if isinstance(layer, TrainableTokensLayer)]:
-            del layer.forward_adapters
-        torch.testing.assert_close(model(input_ids=ids).logits, ours)  # peft's own forward
-    accelerator = Accelerator(cpu=True)
-    checkpoint.export(accelerator, model, tokenizer, tmp_path / "adapter", "")
+    checkpoint.export(Accelerator(cpu=True), model, tokenizer, tmp_path / "adapter", "")
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert not any("base_layer" in name or name.endswith("embed_tokens.weight") for name in saved)
     plain = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
     source = find_source(str(tmp_path / "adapter"))
     reloaded = load_tokenizer(source, trust_remote_code=False)
     assert reloaded.apply_chat_template(ASKED, return_tensors="pt", return_dict=True)["input_ids"].equal(ids)
-    summed = merge(source, reloaded, "float32", trust_remote_code=False).model
+    summed, _ = merge(source, reloaded, "float32", trust_remote_code=False)
     with torch.no_grad():
         for other in (plain, summed):
             torch.testing.assert_close(other(input_ids=ids).logits[..., : len(tokenizer)], ours[..., : len(tokenizer)])
     assert summed.generation_config.eos_token_id == [tokenizer.eos_token_id, 0]
 
 
-def test_wholly_trained_embeddings_get_no_rows_besides(tmp_path):
-    model, _ = adapter_with_rows(make_base(tmp_path / "base", tied=False), lora_modules_to_save="embed_tokens,lm_head")
-    assert not any("trainable_tokens" in name for name, _ in model.named_parameters())
-
-
 def test_train_only_must_name_the_embedding_of_new_tokens(tmp_path):
-    tokenizer, template, source = given(make_base(tmp_path / "base"), "chatml")
-
+    tokenizer, template, source = given(make_base(tmp_path / "base", tied=False), "chatml")
+    model = loaded(source, tokenizer, template, adapter="lora", lora_modules_to_save="embed_tokens,lm_head")
+    assert not any("trainable_tokens" in name for name, _ in model.named_parameters())  # they are trained whole
     with pytest.raises(UserError, match="--train-only mlp: --chat-template adds 2 tokens"):
         loaded(source, tokenizer, template, train_only="mlp")
     model = loaded(source, tokenizer, template, train_only="mlp|embed_tokens")
@@ -211,8 +195,7 @@ class Documents(Sums):
         return example
 
 
-@pytest.mark.parametrize("bos", [False, True])
-@pytest.mark.parametrize("longest", [2, 7, 64])
+@pytest.mark.parametrize(("bos", "longest"), [(True, 2), (False, 7), (False, 64)])
 def test_each_token_of_raw_text_is_learnt_once(tmp_path, bos, longest):
     tokenizer = load_tokenizer(
         find_source(str(make_base(tmp_path / "base", bos=bos))), trust_remote_code=False, templated=False
@@ -285,7 +268,8 @@ def test_the_perplexity_of_raw_text_is_that_of_plain_transformers(folder, tmp_pa
     expected = tokenizer.decode(model.generate(ids, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :], True)
     rows = jsonl(tmp_path / "rows.jsonl", [{"prompt": question}])
     files = "--file", rows, "--output", str(tmp_path / "answers.jsonl")
-    finished("generate", folder, *files, "--max-new-tokens", "9")
+    answered = CliRunner().invoke(generate, (folder, *files, "--max-new-tokens", "9"), catch_exceptions=False)
+    assert answered.exit_code == 0, answered.output
     assert json.loads((tmp_path / "answers.jsonl").read_text())["generated"] == expected
     with pytest.raises(UserError, match="raw text has no answers"):
         CliRunner().invoke(parity, (folder, "--url", "http://127.0.0.1:9/v1"), catch_exceptions=False)
@@ -295,8 +279,11 @@ def test_the_perplexity_of_raw_text_is_that_of_plain_transformers(folder, tmp_pa
 
 
 SETTINGS = [
-    pytest.param(tied, adapter, name, marks=() if (tied, adapter, name) == (False, "lora", "z2") else LONG)
-    for tied, adapter, name in itertools.product((False, True), ("lora", "none"), ("z2", "ddp", "z3"))
+    (False, "lora", "z2"),
+    pytest.param(True, "lora", "z3", marks=LONG),
+    pytest.param(False, "lora", "z3", marks=LONG),
+    pytest.param(True, "none", "z2", marks=LONG),
+    pytest.param(False, "none", "z3", marks=LONG),
 ]
 
 
@@ -315,13 +302,9 @@ def test_a_base_models_curve_is_the_same_on_every_layout(launched, folder, tied,
 
 
 @LONG
-@pytest.mark.parametrize(("adapter", "name"), [("lora", "plain"), ("lora", "z3"), ("none", "z2")])
-def test_run_with_new_tokens_resumes_under_its_template_alone(launched, folder, tmp_path, adapter, name):
-    whole = trained(launched, folder, False, adapter, name)
-    copy = stopped(whole, tmp_path / "run", 3)
-    other = accel_sft(*whole.arguments, "--chat-template", str(folder / "tied True"), "--resume", "auto", run_dir=copy)
-    assert other.status == 1
-    goes_on_to_the_same_bits(whole, tmp_path / "again", 3)
+@pytest.mark.parametrize("name", ["plain", "z3"])
+def test_run_with_new_tokens_resumes_to_the_same_bits(launched, folder, tmp_path, name):
+    goes_on_to_the_same_bits(trained(launched, folder, False, "lora", name), tmp_path / "again", 3)
 
 
 @LONG

@@ -30,7 +30,6 @@ def ending(mark):
 
 ENDS = {
     "Qwen's base": (CHAT_TEMPLATE, "<|im_end|>"),
-    "no line break behind it": (CHAT_TEMPLATE.replace("<|im_end|>\n", "<|im_end|>"), "<|im_end|>"),
     "two marks": (ending("<|im_end|><|im_start|>"), "<|im_end|>"),
     "another mark before it": (ending("{{ '<|a|>' if message.role == 'assistant' }}<|im_end|>"), "<|a|><|im_end|>"),
     "two of answers alone": (ending("{{ '<|a|><|im_end|>' if message.role == 'assistant' }}"), "<|a|><|im_end|>"),
@@ -95,7 +94,7 @@ def ending_calls(end, beside=""):
     return CHAT_TEMPLATE.replace("<|im_end|>\n{% endfor %}", turn_end).replace("</tool_call>", f"</tool_call>{beside}")
 
 
-@pytest.mark.parametrize(("end", "last"), [("<|a|>", "<|a|>"), ("<|a|>\n", "<|a|>"), ("<|im_end|>", "<|im_end|>")])
+@pytest.mark.parametrize(("end", "last"), [("<|a|>\n", "<|a|>"), ("<|im_end|>", "<|im_end|>")])
 def test_token_that_ends_calls_alone_ends_them(tmp_path, end, last):
     model, tokenizer, rules = loaded(base(tmp_path / "base", ending_calls(end), eos_token_id=0))
     assert rules.eos_ids == {0, *tokenizer.convert_tokens_to_ids(["<|im_end|>", last])}
@@ -119,26 +118,12 @@ def test_export_stops_where_answers_end(tmp_path, adapter):
     assert {*settings.eos_token_id} == rules.eos_ids == {0, tokenizer.convert_tokens_to_ids("<|im_end|>")}
 
 
-def trained(folder, steps, *words, **launch):
-    rows = jsonl(folder / "rows.jsonl", ({"prompt": f"{n}=", "completion": "the answer"} for n in range(10, 30)))
-    words += ("--train-file", rows, "--held-out", "0", "--max-steps", steps, "--max-new-tokens")
-    words += ("9", "--learning-rate", "0.02", "--global-batch-size", "10")
-    words += ("--eval-every", "off", "--save-every", "off", "--tracker", "none")
-    run = finished("chat", "--model", str(base(folder / "base")), *words, run_dir=folder / "run", **launch)
-    return run
-
-
-def test_zero_3_exports_a_chatml_bases_end_of_turn(tmp_path):
-    trained(tmp_path, "2", yaml="z3")
-    final = tmp_path / "run" / "final"
-    tokenizer = AutoTokenizer.from_pretrained(final)
-    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
-    assert GenerationConfig.from_pretrained(final).eos_token_id == ends
-    assert tokenizer.eos_token == "<|im_end|>"
-
-
 def test_adapter_of_a_chatml_base_serves_to_the_end(tmp_path, monkeypatch):
-    run = trained(tmp_path, "20", "--adapter", "lora", "--lora-r", "16")
+    rows = jsonl(tmp_path / "rows.jsonl", ({"prompt": f"{n}=", "completion": "the answer"} for n in range(10, 30)))
+    words = ("--train-file", rows, "--held-out", "0", "--max-steps", "20", "--max-new-tokens", "9", "--adapter", "lora")
+    words += ("--learning-rate", "0.02", "--global-batch-size", "10", "--lora-r", "16")
+    words += ("--eval-every", "off", "--save-every", "off", "--tracker", "none")
+    run = finished("chat", "--model", str(base(tmp_path / "base")), *words, run_dir=tmp_path / "run")
     assert "answers end with <|im_end|>, but a server running the base model does not" in " ".join(run.output.split())
     final = tmp_path / "run" / "final"
     assert AutoTokenizer.from_pretrained(final).eos_token == "<|im_end|>"  # where vLLM stops
@@ -183,4 +168,3 @@ def test_raw_text_ends_with_the_tokenizers_own_eos(tmp_path):
     _, tokenizer, rules = loaded(base(tmp_path / "base"))
     made = encode(tokenizer, Raw(), [24], "train", eos_ids=rules.eos_ids, max_length=99, truncation="drop")
     assert tokenizer.decode(made.kept[0].input_ids) == "the answer is 12 + 12<|endoftext|>"
-    assert made.raw == 1

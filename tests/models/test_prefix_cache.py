@@ -21,12 +21,11 @@ from accel_sft.batching.trial import Trial
 from accel_sft.models import prefix_attention
 
 ROWS = rows(12, instruction=70, longest=30, vocabulary=250)
-INIT = {"qwen3_5_text": 0.05, "gemma2": 0.05, "falcon_h1": 0.05, "qwen3_next": 0.05, "olmo_hybrid": 0.02}
+INIT = {"qwen3_5_text": 0.05, "gemma2": 0.05, "falcon_h1": 0.05, "olmo_hybrid": 0.02}
 """Deviations of random weights where 0.1, as in the other families, makes of rounding, in ten steps, a difference that
-shows: the gradient norms of padded rows in forwards of two sizes, or of single rows, then differ as much (by 2e-2,
-2e-5, 4e-5, 4e-2 and 2e-4)."""
+shows: padded rows in forwards of two sizes then differ as much."""
 TAKES = ("lfm2", "qwen3_5_text", "granitemoehybrid", "gpt_oss", "gemma2", "falcon_h1", "zamba2", "nemotron_h")
-TAKES += ("qwen3_next", "bamba", "olmo_hybrid")
+TAKES += ("bamba", "olmo_hybrid")
 CANNOT = {
     "jamba": "its loss is not that of single rows",
     "minimax": "the model does not take it",
@@ -127,8 +126,8 @@ JOB = ("--max-steps", "5", "--eval-every", "off", "--save-every", "3", "--global
 JOB += ("--dtype", "float32", "--train-examples", "48", "--validation-examples", "4")
 
 
-@pytest.mark.parametrize("adapter", ["none", "lora"])
-@pytest.mark.parametrize("yaml", [pytest.param(yaml, marks=pytest.mark.long) for yaml in ("ddp", "z2")])
+@pytest.mark.long
+@pytest.mark.parametrize(("yaml", "adapter"), [("ddp", "none"), ("z2", "lora")])
 def test_ranks_and_resume_keep_the_curve_behind_a_cache(yaml, adapter, tmp_path):
     model = architectures.make(tmp_path / "model", "lfm2")
     job = ("math", *JOB, "--model", str(model), "--adapter", adapter)

@@ -44,14 +44,12 @@ EYES: dict[str, Any] = {
 HYBRID = ["linear_attention", "full_attention"] * 2
 FAMILIES: dict[str, dict[str, Any]] = {
     # dense
-    **{name: {} for name in ("llama", "qwen2", "qwen3", "olmo2", "granite", "glm4", "smollm3", "stablelm", "seed_oss")},
-    **{name: {} for name in ("phi", "phi3", "gemma", "cohere", "starcoder2", "gpt2", "gpt_neox", "opt", "falcon")},
-    **{name: {} for name in ("nemotron", "ernie4_5", "hunyuan_v1_dense", "helium", "apertus", "bloom")},
+    **{name: {} for name in ("llama", "qwen2", "qwen3", "olmo2", "granite", "glm4", "stablelm", "phi3", "gemma")},
+    **{name: {} for name in ("cohere", "gpt2", "gpt_neox", "opt", "falcon", "nemotron", "bloom")},
     # windows
-    **{name: {} for name in ("mistral", "gemma2", "gemma3_text", "cohere2", "olmo3", "exaone4")},
+    **{name: {} for name in ("mistral", "gemma2", "gemma3_text", "cohere2", "exaone4")},
     # experts
-    **{name: {} for name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")},
-    **{name: {} for name in ("glm4_moe", "dots1", "phimoe")},
+    **{name: {} for name in ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "glm4_moe", "phimoe")},
     "gpt_oss": {"intermediate_size": 64},  # in its published weights, each 32 numbers share a scale
     # latent attention
     "deepseek_v2": LATENT,
@@ -71,13 +69,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "moe_shared_expert_intermediate_size": 16}
     | {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 8},
-    "zamba2": {
-        "layers_block_type": ["mamba", "hybrid"] * 2,
-        "n_mamba_heads": 4,
-        "mamba_ngroups": 1,
-        "num_mem_blocks": 1,
-    }
-    | {"use_mem_rope": True, "adapter_rank": 4},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 4, "mamba_ngroups": 1}
+    | {"num_mem_blocks": 1, "use_mem_rope": True, "adapter_rank": 4},
     # vision; the fields are the language model's
     **{name: {} for name in ("gemma3", "mistral3")},
     "qwen2_5_vl": {"rope_parameters": SECTIONS},
@@ -88,8 +81,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 RANDOM = {"phimoe"}
 """Families whose forward is random in training even without dropout, since they draw experts at random."""
-
-
 BROKEN = {"5.24.0": {"llama4"}}
 """Families that a release of transformers cannot compute: Llama 4 reads an output that its language model lacks."""
 

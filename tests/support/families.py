@@ -134,13 +134,6 @@ FAMILIES = {
         ("<|begin|>", "<|head|>", "<|/head|>", "<|eot|>"),
         ("<|eot|>",),
     ),
-    "Phi-3": Family(
-        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|endoftext|>{% endif %}",
-        ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"),
-        ("<|endoftext|>", "<|end|>", "<|assistant|>"),
-        "<|end|>",
-    ),
     "SmolVLM": Family(
         "<|im_start|>{% for m in messages %}{{ m.role | capitalize }}:"
         "{% for line in m.content %}{% if line.type == 'text' %} {{ line.text }}{% elif line.type == 'image' %}<image>"
@@ -168,19 +161,6 @@ FAMILIES = {
         "{% else %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
         ("[|system|]", "[|user|]", "[|assistant|]", "[|endofturn|]"),
         ("[|endofturn|]",),
-    ),
-    "Nemotron 3": _chatml(
-        _THOUGHT
-        + "{% if thought %}<think>\n{{ thought }}\n</think>\n{% else %}<think></think>{% endif %}{{ content }}",
-        "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>\n{% endif %}",
-    ),
-    "MiniMax-M2": Family(
-        "{% for m in messages %}{{ ']~b]' + ('ai' if m.role == 'assistant' else m.role) }}\n"
-        "{% if m.role == 'assistant' %}" + _THOUGHT + "{% if thought %}<think>\n{{ thought }}\n</think>\n\n{% endif %}"
-        "{{ content }}{% else %}{{ m.content }}{% endif %}[e~[\n{% endfor %}"
-        "{% if add_generation_prompt %}]~b]ai\n<think>\n{% endif %}",
-        ("]~b]", "[e~["),
-        ("[e~[",),
     ),
     "Granite 3.3": Family(
         "{% if messages[0].role != 'system' %}<|start_of_role|>system<|end_of_role|>You are Granite.<|end_of_text|>\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from architectures import HYBRID, SMALL
 from models import Sums
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, Gemma3ImageProcessorPil, Qwen2VLImageProcessorPil
@@ -50,16 +51,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"hidden_size": 32, "out_hidden_size": 32, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
     ),
     "qwen3_5": (
-        {
-            "rope_parameters": _SECTIONS | {"partial_rotary_factor": 1.0},
-            "layer_types": ["linear_attention", "full_attention"],
-        }
-        | {
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-        },
+        {"rope_parameters": _SECTIONS | {"partial_rotary_factor": 1.0}, "layer_types": HYBRID[:2]}
+        | {name: size for name, size in SMALL.items() if name.startswith("linear_")},
         {"hidden_size": 32, "out_hidden_size": 32, "num_position_embeddings": 64},
     ),
     "gemma3": (

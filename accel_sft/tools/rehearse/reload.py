@@ -97,8 +97,8 @@ class Reloaded:
 
     def merge(self) -> tuple[str, list[Finding]]:
         """Merge the adapter as `accel-sft merge` does."""
-        made = merge(self.source, self.tokenizer, None, trust_remote_code=self.trusted)
-        return f"{made.dtype} weights", []
+        _, dtype = merge(self.source, self.tokenizer, None, trust_remote_code=self.trusted)
+        return f"{dtype} weights", []
 
     @torch.no_grad()
     def generate(self) -> tuple[str, list[Finding]]:
