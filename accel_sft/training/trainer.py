@@ -37,8 +37,7 @@ from accel_sft.training.checks import Untrained, rounds_updates, use_liger_kerne
 from accel_sft.training.optimizer import Stepper, new_optimizer
 from accel_sft.training.predicted import Prediction
 from accel_sft.training.prepare import Prepared
-from accel_sft.training.schedule import learning_rate
-from accel_sft.training.state import TrainState
+from accel_sft.training.state import TrainState, learning_rate
 from accel_sft.training.step import TrainStep, reduce_step
 
 OnStep = Callable[[dict[str, float], Batching], None]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import psutil
 from conftest import accel_sft
@@ -43,16 +41,27 @@ def test_ranks_killed_before_a_checkpoint_end_with_the_same_bits(tmp_path):
     assert [line["loss"] for line in resumed.lines()] == [line["loss"] for line in whole.lines()]
 
 
+ASKING = """
+import os
+from dataclasses import dataclass
+import torch
+from accel_sft_math import Math as Shipped
+
+@dataclass(kw_only=True)
+class Asking(Shipped):
+    \"\"\"Math that looks which kernels it would get.\"\"\"
+
+    def messages(self, example):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        return super().messages(example)
+"""
+
+
 def test_deterministic_asks_for_kernels_that_repeat_every_bit(launched, tmp_path):
-    """In a process of its own, for it holds for all that follows."""
-    code = "from accel_sft.launch.accelerator import create_accelerator; from accel_sft.api.config import TrainConfig\n"
-    code += "from accel_sft.launch.info import launch_of_this_process\n"
-    code += "import os, torch; create_accelerator(TrainConfig(deterministic=True), launch_of_this_process())\n"
-    code += "print(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),"
-    code += " os.environ['CUBLAS_WORKSPACE_CONFIG'])"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.split() == ["True", "False", ":4096:8"]
-    run = accel_sft(*JOB, *ONCE, "--deterministic", run_dir=tmp_path / "run")
+    (tmp_path / "own.py").write_text(ASKING)
+    run = accel_sft(f"{tmp_path}/own.py:Asking", *JOB[1:], *ONCE, "--deterministic", run_dir=tmp_path / "run")
     assert run.status == 0, run.output
     same_curve(layout(launched, "plain").lines(), run.lines())
     assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["deterministic"] is True

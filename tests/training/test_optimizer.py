@@ -8,7 +8,7 @@ from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_wsd_sc
 
 from accel_sft.api.config import TrainConfig, changed
 from accel_sft.training.optimizer import new_optimizer
-from accel_sft.training.schedule import learning_rate
+from accel_sft.training.state import learning_rate
 
 HALF = 0.5 * (1 + math.cos(math.pi / 4)), 0.5, 0.5 * (1 + math.cos(3 * math.pi / 4))
 RATES = {

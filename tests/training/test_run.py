@@ -29,8 +29,6 @@ from accel_sft.checkpoint.shards import Averages
 from accel_sft.resilience.signals import Interruption
 from accel_sft.training.trainer import Trainer
 
-RESUMABLE = ("plain", "z2", "z3")
-
 
 def weights(folder):
     return load_file(folder / "model.safetensors")
@@ -92,7 +90,7 @@ def test_run_that_failed_before_beginning_can_start_again(called, tmp_path):
     assert fixed.status == 0, fixed.output
 
 
-@pytest.mark.parametrize("name", RESUMABLE)
+@pytest.mark.parametrize("name", ["plain", "z3"])
 def test_final_and_best_load_in_plain_transformers(launched, name):
     run = layout(launched, name)
     for folder in ("final", "best"):
@@ -121,7 +119,7 @@ def test_the_cards_own_lines_give_the_answer_the_run_gave(launched):
     assert done.stdout.rstrip("\n") == sample["generated"]
 
 
-@pytest.mark.parametrize("name", RESUMABLE)
+@pytest.mark.parametrize("name", ["z2", "z3"])
 def test_each_validation_example_is_counted_once_on_any_layout(launched, name):
     run, reference = layout(launched, name), layout(launched, "plain")
     for step in (0, 6):
@@ -166,7 +164,7 @@ class Counted(Task):
 
 @pytest.mark.parametrize(
     ("count", "batch_size"),
-    [(4, 1), pytest.param(2, 64, marks=pytest.mark.long), pytest.param(5, 2, marks=pytest.mark.long)],
+    [(4, 1), pytest.param(2, 64, marks=pytest.mark.long)],
 )
 def test_three_ranks_report_the_numbers_of_a_plain_count(launched, tmp_path, count, batch_size):
     model_dir = layout(launched, "plain").run_dir / "final"
@@ -388,17 +386,10 @@ def test_evaluate_alone_gives_the_runs_numbers(launched, tmp_path):
     assert "load_peak_host_memory_gib" in alone.result()["after"]
 
 
-@pytest.mark.parametrize(
-    ("models", "said"),
-    [
-        (["--model", "tiny"], "--model and --base: the model tiny is made for each run"),
-        (["--model", "r", "--base", "tiny"], "--model and --base: the model tiny is made for each run"),
-    ],
-)
-def test_evaluate_needs_weights_that_exist(called, models, said):
-    run = called("evaluate", "math", *models)
+def test_evaluate_needs_weights_that_exist(called):
+    run = called("evaluate", "math", "--model", "r", "--base", "tiny")
     assert run.status == 1
-    assert f"Error: {said}" in run.output
+    assert "Error: --model and --base: the model tiny is made for each run" in run.output
 
 
 def test_dry_run_stops_before_anything_is_made(tmp_path):
@@ -504,7 +495,10 @@ class Failing(Shipped):
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [('raise RuntimeError("the judge is ill")', "score() failed"), ("raise SystemExit(0)", "own.py:12")],
+    [
+        pytest.param('raise RuntimeError("the judge is ill")', "score() failed", marks=pytest.mark.long),
+        ("raise SystemExit(0)", "own.py:12"),
+    ],
 )
 def test_failing_rank_ends_the_run_with_its_message(tmp_path, what, message):
     (tmp_path / "own.py").write_text(FAILING.replace("WHAT", what))
