@@ -51,10 +51,10 @@ def audit_compilers(needed: list[str], devices: int) -> Iterator[Finding]:
     if not needed:
         return
     compiled = f"DeepSpeed compiles {', '.join(needed)} here, and"
-    for what, fix in lacking("CXX", "c++"):
+    missing, compiler = [*lacking("CXX", "c++")], os.environ.get("CXX", "c++")
+    for what, fix in missing:
         yield error(f"{compiled} {what}", fix)
-    compiler = os.environ.get("CXX", "c++")
-    if (major := _gcc_major(compiler)) < 9:
+    if not missing and (major := _gcc_major(compiler)) < 9:
         yield error(f"{compiled} {compiler} is GCC {major}", "GCC 9 or newer is needed; name it in CXX")
     if "async_io" in needed and not _has_libaio():
         fix = "apt-get install libaio-dev, or use accelerate_configs/z3_offload.yaml"
@@ -107,8 +107,6 @@ def library(name: str) -> Path:
 
 def _gcc_major(compiler: str) -> float:
     """GCC's major version, infinite for another compiler (Clang answers --version differently)."""
-    if not shutil.which(compiler):
-        return math.inf
     answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     numbers = re.search(r"(\d+)\.\d+\.\d+", answer)
     return int(numbers[1]) if numbers and "Free Software Foundation" in answer else math.inf

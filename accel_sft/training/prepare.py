@@ -275,19 +275,13 @@ def _most_pixels(assembly: Assembly, train: StoredEncoding) -> int:
 def _refuse_forged_turns(*encodings: StoredEncoding) -> None:
     """Raise UserError if an answer's text contains a token that ends the turn: the rest would be trained on as another
     turn. Called only if control tokens in texts are not read as plain characters."""
-    lines: list[str] = []
-    count = 0
     for encoding in encodings:
-        rows = encoding.control_tokens["answers"]
-        count += len(rows)
-        named = [f"{encoding.split} example {row}: the answer's text ends the turn itself" for row in rows]
-        lines += with_places(named[: MAX_PROBLEMS - len(lines)], encoding.examples, encoding.split)
-    if count:
-        raise UserError(
-            *lines,
-            f"{count:,} answer{'s' * (count != 1)} with a token that ends the turn would teach what follows as another "
-            "turn; take it out, or add --control-tokens text",
-        )
+        if rows := encoding.control_tokens["answers"]:
+            split = encoding.split
+            named = [f"{split} example {row}: the answer's text ends the turn itself" for row in rows[:MAX_PROBLEMS]]
+            what = f"{len(rows):,} answers would teach what follows a token that ends the turn as another turn"
+            fix = "take it out, or add --control-tokens text"
+            raise UserError(*with_places(named, encoding.examples, split), f"{what}; {fix}")
 
 
 def plan_steps(train: StoredEncoding, config: TrainConfig) -> StepPlan:

@@ -60,12 +60,6 @@ class TrainState:
             what = "its counters are not those of this version; resume it with the version that wrote it"
             raise UserError(f"{path}: {what}") from None
 
-    def counted(self, *, tokens: int, seconds: float, **numbers: float) -> dict[str, float]:
-        """Count the step that was just done; returns its line of metrics.jsonl."""
-        self.seconds += seconds
-        self.tokens += tokens
-        return {"step": self.step, **numbers, "tokens": tokens, "seconds": seconds}
-
     def out_of_patience(self, patience: int | None) -> bool:
         """Whether `patience` evaluations in a row did not improve the main metric."""
         return patience is not None and self.without_better >= patience

@@ -209,17 +209,19 @@ class Trainer:
             self.anomalies.look(state.step, loss, grad_norm, examples)
             self.untrained.look(grad_norm, last=state.step == plan.total_steps)
             seconds = time.perf_counter() - started
-            record = state.counted(
-                epoch=plan.epoch(state.step),
-                loss=loss,
-                grad_norm=grad_norm,
-                learning_rate=rate,
-                supervised_tokens=supervised_tokens,
-                tokens=tokens,
-                seconds=seconds,
+            state.seconds, state.tokens = state.seconds + seconds, state.tokens + tokens
+            record = {
+                "step": state.step,
+                "epoch": plan.epoch(state.step),
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "learning_rate": rate,
+                "supervised_tokens": supervised_tokens,
                 **plan.by_source(rows),
                 **self.prediction.mfu(self.train_step, supervised_tokens, grad_norm, seconds),
-            )
+                "tokens": tokens,
+                "seconds": seconds,
+            }
             self.tracker.step(record, system, self.train_step.forward_seconds())
             if self.on_step:
                 self.on_step(record, self.train_step.batching)

@@ -18,8 +18,8 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.launch import environment, start
 from accel_sft.launch.audit import audit
 from accel_sft.launch.info import launch_of_yaml
+from accel_sft.launch.machine_state import nvidia_gpus
 from accel_sft.launch.parallelism import fitted
-from accel_sft.launch.this_machine import nvidia_gpus
 from accel_sft.tools.compare.settings import product
 
 

@@ -13,7 +13,7 @@ from conftest import accel_sft, stopped
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.launch import host_memory, precision, this_machine
+from accel_sft.launch import host_memory, machine_state, precision
 from accel_sft.launch.audit import audit
 from accel_sft.launch.info import launch_of_yaml, read_launch
 from accel_sft.tools.compare.settings import product
@@ -134,16 +134,16 @@ def test_bf16_on_a_cpu_that_emulates_it_warns(tmp_path, monkeypatch):
 
 def test_plan_and_compare_follow_the_machine_that_they_are_for(tmp_path, monkeypatch):
     (tmp_path / "bare.yaml").write_text(yaml.safe_dump(BARE))
-    monkeypatch.setattr(this_machine, "cpu_flags", list)
+    monkeypatch.setattr(machine_state, "cpu_flags", list)
     emulating, computing = machine(0, None, 8), machine(2, 24, 64)
     assert launch_of(tmp_path / "bare.yaml", emulating).precision[0] == "no"
     assert launch_of(tmp_path / "bare.yaml", computing).precision[0] == "bf16"
     with monkeypatch.context() as has_gpu:
-        has_gpu.setattr(this_machine, "nvidia_gpus", lambda: ("580.1", [{"capability": 9}, {"capability": 8}]))
-        assert this_machine.this_machine_computes_bf16()
+        has_gpu.setattr(machine_state, "nvidia_gpus", lambda: ("580.1", [{"capability": 9}, {"capability": 8}]))
+        assert machine_state.this_machine_computes_bf16()
         assert launch_of(tmp_path / "bare.yaml", machine(0, None, 8)).precision[0] == "no"
     for flags, expected in ([], "no"), (["avx512_bf16"], "bf16"):
-        monkeypatch.setattr(this_machine, "cpu_flags", lambda flags=flags: flags)
+        monkeypatch.setattr(machine_state, "cpu_flags", lambda flags=flags: flags)
         (setting,), _ = product("math", {"bare": tmp_path / "bare.yaml"}, ["2"], [], {}, [])
         assert setting.launch["precision"] == expected
 

@@ -7,7 +7,7 @@ import json
 import psutil
 from conftest import accel_sft
 from limits import wait_for
-from reference_job import FP32, JOB, ONCE, layout, same_curve, same_weights
+from reference_job import FP32, JOB, ONCE, layout, own_task, same_curve, same_weights
 from stopping import ranks, started, steps_done
 
 DROPOUT = ("math", "--adapter", "lora", "--lora-dropout", "0.1", "--max-steps", "20", "--global-batch-size", "10")
@@ -42,26 +42,17 @@ def test_ranks_killed_before_a_checkpoint_end_with_the_same_bits(tmp_path):
 
 
 ASKING = """
-import os
-from dataclasses import dataclass
-import torch
-from accel_sft_math import Math as Shipped
-
-@dataclass(kw_only=True)
-class Asking(Shipped):
-    \"\"\"Math that looks which kernels it would get.\"\"\"
-
-    def messages(self, example):
-        assert torch.are_deterministic_algorithms_enabled()
-        assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-        return super().messages(example)
+def messages(self, example):
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    return super().messages(example)
 """
 
 
 def test_deterministic_asks_for_kernels_that_repeat_every_bit(launched, tmp_path):
-    (tmp_path / "own.py").write_text(ASKING)
-    run = accel_sft(f"{tmp_path}/own.py:Asking", *JOB[1:], *ONCE, "--deterministic", run_dir=tmp_path / "run")
+    task = own_task(tmp_path, ASKING)
+    run = accel_sft(task, *JOB[1:], *ONCE, "--deterministic", run_dir=tmp_path / "run")
     assert run.status == 0, run.output
     same_curve(layout(launched, "plain").lines(), run.lines())
     assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["deterministic"] is True
