@@ -218,7 +218,6 @@ class Trainer:
                 supervised_tokens=supervised_tokens,
                 tokens=tokens,
                 seconds=seconds,
-                **plan.by_source(rows),
                 **self.prediction.mfu(self.train_step, supervised_tokens, grad_norm, seconds),
             )
             self.tracker.step(record, system, self.train_step.forward_seconds())
