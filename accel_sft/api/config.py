@@ -15,6 +15,7 @@ from accel_sft.api.options import flag_of, option, problems, shown
 
 MODEL, ADAPTER, DATA, OPTIM, EVAL, RUN = SECTIONS = "Model", "Adapter", "Data", "Optimisation", "Evaluation", "Run"
 _model, _adapter, _data, _optim, _eval, _run = (functools.partial(option, section=name) for name in SECTIONS)
+_DTYPES = "auto", "float32", "bfloat16", "float16"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -26,53 +27,33 @@ class TrainConfig:
     init_from: str | None = _model(None, basic=True, help="Start from the weights of an earlier run's folder.")
     trust_remote_code: bool = _model(False, help="Run code that comes with the model (off: refuse it).")
     dtype: str = _model(
-        "auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="Data type of loaded weights; auto: float32 for trained ones, the launch's precision for frozen ones.",
+        "auto", choices=_DTYPES, help="Of loaded weights; auto: float32 if trained, the launch's precision if frozen."
     )
-    attn_implementation: str | None = _model(
-        None, help="eager, sdpa, flash_attention_2, or a kernel of the hub (ORG/REPO)."
-    )
-    use_liger_kernel: bool = _model(
-        False, help="Use Liger's Triton kernels in the layers; checked before the first step."
-    )
+    attn_implementation: str | None = _model(None, help="eager, sdpa, flash_attention_2, or a hub kernel (ORG/REPO).")
+    use_liger_kernel: bool = _model(False, help="Liger's Triton kernels in the layers; checked before the first step.")
     train_only: str | None = _model(None, help="Train the weights whose names match this expression, freeze the rest.")
     gradient_checkpointing: bool = _model(False, basic=True, help="Recompute activations to save memory.")
     compile: bool = _model(False, help="torch.compile the blocks: slow first steps, faster later ones.")
 
-    adapter: str = _adapter(
-        "none", basic=True, choices=("none", *ADAPTERS), help="Train an adapter instead of all weights."
-    )
+    adapter: str = _adapter("none", basic=True, choices=("none", *ADAPTERS), help="Train an adapter, not all weights.")
     lora_r: int = _adapter(8, basic=True, min=1, help="Rank (adalora: the rank it ends with).")
     lora_alpha: int = _adapter(16, basic=True, min=1, help="Scale: alpha / r.")
     lora_dropout: float = _adapter(0.0, min=0, max=0.99, help="Dropout before the adapter.")
-    lora_target_modules: str = _adapter(
-        "all-linear", help="Module names separated by commas, or all-linear (all but the head)."
-    )
-    lora_target_parameters: str | None = _adapter(
-        None, help="More parameters to adapt, such as experts stored in one tensor."
-    )
-    lora_modules_to_save: str | None = _adapter(
-        None, help="Modules to train in full along with the adapter, such as lm_head."
-    )
+    lora_target_modules: str = _adapter("all-linear", help="Modules, by commas, or all-linear (all but the head).")
+    lora_target_parameters: str | None = _adapter(None, help="Parameters to adapt, such as experts in one tensor.")
+    lora_modules_to_save: str | None = _adapter(None, help="Modules to train in full as well, such as lm_head.")
     use_rslora: bool = _adapter(False, help="Scale by alpha / sqrt(r), for high ranks (rsLoRA).")
     use_dora: bool = _adapter(False, help="Train length and direction of weights separately (DoRA).")
-    load_in_4bit: bool = _adapter(
-        False, basic=True, help="The base's linear layers in 4 bits (QLoRA), by bitsandbytes."
-    )
+    load_in_4bit: bool = _adapter(False, basic=True, help="The base's linear layers in 4 bits (QLoRA).")
 
-    chat_template: str | None = _data(
-        None, help="chatml, a Jinja file, or the model whose template to take: for one without, or in place of its own."
-    )
+    chat_template: str | None = _data(None, help="chatml, a Jinja file, or the model whose template to take.")
     train_limit: str | None = _data(
         None, help="Train on N examples only, or a share, such as 10%: a sample of a file's rows, or a task's first."
     )
     mix: str | None = _data(None, help="Shares of the rows of each --train-file, in their order, such as 3,1.")
     max_length: int | None = _data(None, basic=True, min=2, help="Tokens per example; longer ones are reported.")
     truncation: str = _data(
-        "drop",
-        choices=("drop", "right", "error"),
-        help="Examples above --max-length: left out, cut at the right end, or an error. Always counted and named.",
+        "drop", choices=("drop", "right", "error"), help="Examples above --max-length: left out, cut, or an error."
     )
     thinking: str | None = _data(
         None,
@@ -80,9 +61,7 @@ class TrainConfig:
         help="off: prompts ask for none; template: as the chat template has it; keep: <think>...</think> in targets "
         "is learnt and generated, but not scored. `evaluate` of a run: the run's own.",
     )
-    template_date: str | None = _data(
-        None, help="YYYY-MM-DD that chat templates with a date are told; default: the day the run was started."
-    )
+    template_date: str | None = _data(None, help="YYYY-MM-DD told to templates; default: the day of the run's start.")
     control_tokens: str | None = _data(
         None,
         choices=("text", "tokens"),
@@ -98,13 +77,9 @@ class TrainConfig:
         "sequence; padded; auto: the cheapest.",
     )
     epochs: float | None = _data(None, basic=True, min=0, help="Passes over the training examples.")
-    max_steps: int | None = _data(
-        None, basic=True, min=1, help="Optimizer steps; overrides --epochs. tiny: the task's."
-    )
+    max_steps: int | None = _data(None, basic=True, min=1, help="Optimizer steps; overrides --epochs.")
 
-    optimizer: str = _optim(
-        "adamw", choices=tuple(STATE_BYTES), help="adamw-8bit: its states in 8 bits, by bitsandbytes."
-    )
+    optimizer: str = _optim("adamw", choices=tuple(STATE_BYTES), help="adamw-8bit: its states in 8 bits.")
     learning_rate: float | None = _optim(None, basic=True, min=0, help="Peak learning rate.")
     lr_scheduler: str = _optim(
         "cosine",
@@ -121,15 +96,10 @@ class TrainConfig:
     adam_beta2: float | None = _optim(None, min=0, max=0.9999, help="AdamW's second moment decay.")
     max_grad_norm: float = _optim(1.0, min=0, help="Clip the gradient to this norm; 0: never.")
     ema_decay: float | None = _optim(
-        None,
-        min=1e-6,
-        max=1 - 1e-6,
-        help="Keep an EMA of the weights with this decay, such as 0.999; best/ and final/ contain the averages.",
+        None, min=1e-6, max=1 - 1e-6, help="Decay of an EMA of the weights, such as 0.999, for best/ and final/."
     )
     on_nonfinite: str = _optim(
-        "stop",
-        choices=("stop", "skip"),
-        help="A step whose loss or gradient is NaN or infinite changes no weights: stop there, or skip it.",
+        "stop", choices=("stop", "skip"), help="Where loss or gradient is NaN or infinite: stop, or skip the step."
     )
 
     eval_every: str = _eval("auto", basic=True, help="Steps between evaluations, epoch, off, or auto (about 4 a run).")
@@ -148,20 +118,12 @@ class TrainConfig:
     save_every: str = _run("auto", help="Steps between checkpoints, epoch, off, or auto (about 4 a run).")
     keep_checkpoints: str = _run("2", help="Newest checkpoints kept; every:N: those of each N-th step, and the newest.")
     export_dtype: str = _run(
-        "auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="Data type of exported full weights; auto: the base's. Adapters keep the type they were trained in.",
+        "auto", choices=_DTYPES, help="Of exported full weights; auto: the base's. Adapters stay as they were trained."
     )
     resume: str = _run("off", basic=True, help="auto (newest complete checkpoint), a checkpoint's folder, or off.")
-    hang_timeout: int = _run(
-        1800, min=0, help="Seconds without progress after which the run ends and names the rank; 0: never."
-    )
+    hang_timeout: int = _run(1800, min=0, help="Seconds without progress after which the run ends; 0: never.")
     log_every: int = _run(10, min=1, help="Steps between console lines (files get every step).")
-    tracker: str = _run(
-        "tensorboard",
-        basic=True,
-        help="Trackers, separated by commas: tensorboard, wandb, mlflow, ...; or none.",
-    )
+    tracker: str = _run("tensorboard", basic=True, help="Separated by commas: tensorboard, wandb, mlflow...; or none.")
     tracker_project: str = _run("accel_sft", help="Project of the run in W&B, SwanLab, MLflow and the like.")
     run_name: str | None = _run(None, help="Name of the run in trackers; default: the folder's name.")
     profile: bool = _run(False, help="Write a torch profiler trace of steps 3-5 for TensorBoard.")
@@ -193,10 +155,7 @@ class TrainConfig:
             lines.append(f"--train-only {shown(str(self.train_only))}: {why}")
         warmup, steps, adapter = self.warmup_steps, self.max_steps, self.adapter != "none"
         if self.train_only and adapter:
-            lines.append(
-                "--train-only cannot be combined with --adapter, which freezes the base model; use "
-                "--lora-modules-to-save"
-            )
+            lines.append("--train-only cannot be combined with --adapter, which freezes the base; leave one out")
         if self.export_dtype != "auto" and adapter:
             lines.append("--export-dtype: an adapter is exported as it was trained; leave it out (merge has --dtype)")
         if self.ema_decay is not None and self.adapter == "adalora":

@@ -54,19 +54,13 @@ init-lora-weights lora-init = PiSSA and OLoRA change the base, on which resume a
 load-best-model-at-end = every run keeps its best weights in best/, by the task's metric
 load-in-8bit = 8 bits are not trained on; --load-in-4bit is QLoRA
 lora-target-linear = leave it out: --lora-target-modules is all-linear by default
-loraplus-lr-ratio = leave it out: an adapter has one learning rate; LoRA+ is not offered
-loss-type = leave it out: the loss is the cross-entropy of the learnt tokens
-mask-history = the task chat takes --learn last
 max-samples = it is --train-limit here, and --eval-limit for evaluation
 metric-for-best-model = the task chat takes --metric
 neftune-alpha neftune-noise-alpha = leave it out: noise on embeddings (NEFTune) is not offered
 overwrite-output-dir = name a new --output-dir, or continue the run in it by --resume auto
 rl rlhf-type stage = leave it out: supervised fine-tuning is the only stage here
-probe = `accel-sft compare TASK` measures memory beside what `plan` predicts
-roles-to-train = the assistant's turns are learnt; the task chat takes --learn every, last or marked
 split-dataset-ratio val-set-size val-size = the task chat takes --held-out
 template template-type = the model's own chat template is used; --chat-template names another
-train-on-eos = leave it out: a learnt turn is learnt with the token that ends it
 use-lora use-peft = --adapter lora trains an adapter
 """
 _COMMANDS = """
@@ -98,14 +92,8 @@ _OFF = ("eval_every", "save_every", "resume")
 
 
 def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[dict[str, Any], list[str]]:
-    """Read a `--config` file. Its keys are option names with - or _; its values are read as on the command line.
-
-    Args:
-        classes: the dataclasses (trainer's, task's) whose fields may stand in the file.
-        given: names of options that the command line has, which the file of a run need not: it has no secrets.
-    Returns:
-        The values by name, wrong ones too, and the problems, one line each.
-    """
+    """Read a `--config` file, whose keys are the fields of `classes` with - or _, and whose values are read as on the
+    command line. Return all values by name, wrong ones too, and the problems. `given`: options of the command line."""
     setting_of = {setting.name: setting for cls in classes for setting in settings(cls)}
     values: dict[str, Any] = {}
     problems: list[str | None] = []

@@ -1,6 +1,5 @@
 """Loads a task's class from a single Python file, which needs no package. Needs only the standard library."""
 
-import ast
 import contextlib
 import hashlib
 import importlib.util
@@ -48,9 +47,7 @@ def load_file(path: Path, class_name: str) -> type[Task]:
     module = _module(path.absolute(), source)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # a command may print JSON to the standard output
-            tree = ast.parse(source, str(path))
-            _refuse_hidden(where, path.absolute(), tree)
-            exec(compile(tree, str(path), "exec"), module.__dict__)
+            exec(compile(source, str(path), "exec"), module.__dict__)
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # the file may raise anything
@@ -77,18 +74,6 @@ def _module(path: Path, source: bytes) -> types.ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last, so that `random.py` beside a task does not hide Python's
     return module
-
-
-def _refuse_hidden(where: str, path: Path, tree: ast.Module) -> None:
-    """Raise UserError if a module beside the file has an installed one's name: Python would import that one."""
-    imports = [[alias.name for alias in node.names] for node in ast.walk(tree) if isinstance(node, ast.Import)]
-    imports += [[node.module or ""] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
-    for name in sorted({name.partition(".")[0] for names in imports for name in names} - sys.stdlib_module_names):
-        candidates = path.with_name(f"{name}.py"), path.parent / name / "__init__.py"
-        beside = next((file for file in candidates if file.is_file() and file != path), None)
-        spec = importlib.util.find_spec(name) if beside else None
-        if beside and spec and spec.origin and Path(spec.origin).resolve() != beside.resolve():
-            raise UserError(f"{where}: import {name} takes {spec.origin}, not {beside}; rename the latter")
 
 
 def _chosen(where: str, path: Path, class_name: str, module: types.ModuleType) -> Any:

@@ -26,22 +26,14 @@ class EvaluateConfig(TrainConfig):
     model: str = _model(
         "", basic=True, help="A run, saved weights or an adapter by folder, or a hub id; with --url the server's name."
     )
-    url: str | None = _model(
-        None, basic=True, help="Score what a server answers: an OpenAI-compatible one, as http://127.0.0.1:8000/v1."
-    )
-    key_from: str | None = _model(
-        None, basic=True, help="The environment variable that has the server's key; default: ACCEL_SFT_API_KEY."
-    )
+    url: str | None = _model(None, basic=True, help="Score an OpenAI-compatible server, as http://127.0.0.1:8000/v1.")
+    key_from: str | None = _model(None, basic=True, help="Variable with the server's key; default: ACCEL_SFT_API_KEY.")
     timeout: int = _model(600, min=1, basic=True, help="Seconds for the server to give one answer.")
-    base: str | None = _model(
-        None, basic=True, help="Also evaluate this model, for comparison; auto: the model that the run began with."
-    )
+    base: str | None = _model(None, basic=True, help="Also evaluate this model; auto: what the run began with.")
     offload: str | None = _eval(
         None, basic=True, choices=("host", "disk"), help="Where to keep weights that do not fit on the GPU."
     )
-    output_dir: str | None = _run(
-        None, basic=True, help="A new folder for result.json, report.md and the answers; default: none is written."
-    )
+    output_dir: str | None = _run(None, basic=True, help="A new folder for result.json, report.md and the answers.")
 
     def problems(self) -> list[str]:
         flags = ", ".join(map(flag_of, chosen(self, _OF_WEIGHTS if self.url else _OF_SERVERS)))

@@ -86,47 +86,22 @@ def _own(flag: str, help: str, **settings: Any) -> click.Option:
 
 _ROUNDS = (
     _own("--repeat", "Rounds: how often each setting is run.", type=click.IntRange(1), default=3),
-    _own(
-        "--discard-steps",
-        "First steps of each run that are not counted: they warm up.",
-        type=click.IntRange(0),
-        default=3,
-    ),
+    _own("--discard-steps", "First steps of each run that do not count.", type=click.IntRange(0), default=3),
 )
 _LAUNCHES = (
-    _own(
-        "--launch",
-        "Launch files by shipped name or path, and single (no launcher, the default).",
-        multiple=True,
-        metavar="NAME,...",
-    ),
+    _own("--launch", "Launch files, and single (no launcher, the default).", multiple=True, metavar="NAME,..."),
     _own("--num-processes", "The launcher's: processes; not for single, which is one.", multiple=True, metavar="N,..."),
     _own("--mixed-precision", "The launcher's: precision.", multiple=True, metavar="no|fp16|bf16,..."),
 )
 _RUNS = (
-    _own(
-        "--time-limit",
-        "After which a run is ended; that is a result too.",
-        type=click.FloatRange(0, min_open=True),
-        metavar="MINUTES",
-        default=60.0,
-    ),
+    _own("--time-limit", "Of each run.", type=click.FloatRange(0, min_open=True), metavar="MINUTES", default=60.0),
     _own("--keep-weights", "Keep the weights of each run; they are deleted otherwise.", is_flag=True),
-    _own(
-        "--output-dir",
-        "The comparison's own folder, to go on with after an interrupt; default runs/compare-<task>-<time>.",
-        metavar="TEXT",
-    ),
+    _own("--output-dir", "The comparison's folder; default runs/compare-<task>-<time>.", metavar="TEXT"),
     _own("--dry-run", "Print each setting and its command, and stop.", is_flag=True),
 )
 _CURVE = (
     _own("--sizes", "Three or more numbers of rows; default: all, and four halvings of them.", metavar="N,..."),
-    _own(
-        "--seeds",
-        "Trainings of each number of rows, which differ in their seed.",
-        type=click.IntRange(1, 100),
-        default=2,
-    ),
+    _own("--seeds", "Trainings of each number of rows.", type=click.IntRange(1, 100), default=2),
 )
 COMPARISON = {"Comparison": (*_LAUNCHES, *_ROUNDS, *_RUNS)}
 LEARNING_CURVE = {"Learning curve": (*_CURVE, *_LAUNCHES, *_RUNS)}

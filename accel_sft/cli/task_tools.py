@@ -21,22 +21,19 @@ _TRAINING = frozenset(setting.name for setting in settings(TrainConfig))
 
 @dataclass(frozen=True, kw_only=True)
 class TaskTool:
-    """A command that every task has. Names are those of settings.
+    """A command that every task has.
 
     Attributes:
         run: called with the task's name, the task and the settings. If the tool `compares`: with the name, the task's
             class, the settings that may have several values, the command's parameters, and a function that parses the
             words of one run.
-        takes: the trainer's settings that the command takes; None: all.
-        lists: the basic settings that `--help` lists; None: all basic ones that the command takes.
+        takes, lists: names of the settings that the command takes, and that `--help` lists; None: all (basic) ones.
         missing_rows: "refused" when the command line is read; "reported" by the tool; or "unread": the tool opens no
             data, and required options that name files may be left out.
-        own_options: options that are not settings, by the heading above them.
     """
 
     run: Callable[..., None]
     summary: str
-    """A line in the list of tools, and the first of the command's help."""
     does: str = ""
     config_class: type[TrainConfig] = TrainConfig
     takes: frozenset[str] | None = None

@@ -146,18 +146,12 @@ def _run(trained: Trained, options: dict[str, Any]) -> None:
     elif options["file"]:
         _write(options["output"], chats, answers, most)
     else:
-        _print({side: answer for side, (answer,) in answers.items()}, most, own=options["max_new_tokens"] is None)
-
-
-def _print(answers: dict[str, Any], most: int, *, own: bool) -> None:
-    """Print an answer of each side; `own`: the longest answer is the run's own, or the default."""
-    for side, answer in answers.items():
-        if len(answers) > 1:
-            click.echo(f"[{side}]")
-        click.echo(printable(answer.text))
-        if not answer.ended:
-            whose = " (the run's own, or the default)" if own else ""
-            click.echo(f"cut after {answer.tokens} tokens: --max-new-tokens {most}{whose}", err=True)
+        for side, (answer,) in answers.items():
+            if len(answers) > 1:
+                click.echo(f"[{side}]")
+            click.echo(printable(answer.text))
+            if not answer.ended:
+                click.echo(f"cut after {answer.tokens} tokens: --max-new-tokens {most}", err=True)
 
 
 def _write(output: str, chats: list[Any], answers: dict[str, list[Any]], most: int) -> None:

@@ -38,15 +38,8 @@ def one_process(command: str) -> list[str]:
 
 
 class Trained:
-    """A trained model as the command line names it: a run, saved weights, an adapter or a hub id.
-
-    Attributes:
-        weights: the weights to load; for a run its best/, or else its final/.
-        record: the run.json of the run that wrote the weights; None if none did.
-        notes: a line that says which of the run's weights are used, if there was a choice.
-        in_4bit: whether the run had its base in 4 bits.
-        raw_text: whether the run was trained on raw text, which it continues without a chat template.
-    """
+    """A trained model as the command line names it: a run (its best/ weights, or else its final/), saved weights, an
+    adapter or a hub id. `record` is the run.json of the run that wrote the weights, if one did."""
 
     def __init__(self, name: str) -> None:
         self.name, self.weights = name, RunDir.weights_in(name)

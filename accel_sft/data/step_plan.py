@@ -1,5 +1,4 @@
-"""Decides which rows of tokens each optimizer step learns from, by data, shares, seed and global batch size alone; with
-`--mix`, from which source."""
+"""Decides which rows of tokens each optimizer step learns from, by data, shares, seed and global batch size alone."""
 
 import functools
 import math
@@ -22,8 +21,7 @@ class StepPlan:
     ends with the last epoch. There is no state: a resumed run asks for the next step.
 
     Args:
-        lengths, supervised: number of tokens, and of supervised tokens, of each row; shape (rows,). An example may
-            have several rows.
+        lengths, supervised: number of tokens, and of supervised tokens, of each row; shape (rows,).
         max_steps: optimizer steps, or None to derive them from `epochs`.
         sources: the indices of each source's rows, by its name; by default one source has all rows.
         shares: each source's share of the rows, as whole numbers without a common divisor.
@@ -45,9 +43,6 @@ class StepPlan:
         self.seed, self.global_batch_size = seed, global_batch_size
         self.sources, self.shares = sources or {"": np.arange(len(self.lengths))}, shares
         self._rows = [*self.sources.values()]
-        self._source_of = np.zeros(len(self.lengths), dtype=np.int16)
-        for source, rows in enumerate(self._rows):
-            self._source_of[rows] = source
         self._turns = taking_turns(shares)
         self._places = [np.flatnonzero(self._turns == source) for source in range(len(shares))]
         self._earlier = np.empty_like(self._turns)  # turns of the same source before each turn of a round
@@ -120,23 +115,10 @@ class StepPlan:
         weighted = [float(numbers[rows].mean()) * share for rows, share in zip(self._rows, self.shares, strict=True)]
         return sum(weighted) / sum(self.shares)
 
-    def passes(self) -> list[float]:
-        """Return how often an epoch sees each source."""
-        per_row = [share / len(rows) for rows, share in zip(self._rows, self.shares, strict=True)]
-        return [passes / min(per_row) for passes in per_row]
-
     @property
     def epoch_rows(self) -> int:
         """Number of rows in an epoch."""
         return self._when(len(self._rows[self._longest]))
-
-    def by_source(self, rows: np.ndarray) -> dict[str, int]:
-        """Return the rows and tokens of each source among a step's rows, for metrics.jsonl; {} with one source."""
-        counts: dict[str, int] = {}
-        for source, name in enumerate(self.sources if len(self.shares) > 1 else ()):
-            mine = rows[self._source_of[rows] == source]
-            counts |= {f"rows/{name}": len(mine), f"tokens/{name}": int(self.lengths[mine].sum())}
-        return counts
 
     def is_due(self, setting: str, step: int) -> bool:
         """Whether `--eval-every` or `--save-every`, with this value, is due after `step` steps."""
@@ -199,7 +181,8 @@ def in_words(plan: StepPlan) -> str:
     """Say how a plan mixes its sources, such as "3 : 1 of a.jsonl (1,000 rows), b.jsonl (200 rows, seen 1.7 times an
     epoch)"."""
     described = []
-    for (name, rows), passes in zip(plan.sources.items(), plan.passes(), strict=True):
+    per_row = [share / len(rows) for rows, share in zip(plan.sources.values(), plan.shares, strict=True)]
+    for (name, rows), passes in zip(plan.sources.items(), np.divide(per_row, min(per_row)), strict=True):
         often = f", seen {passes:,.1f} times an epoch" if passes > 1 else ""
         described.append(f"{name} ({len(rows):,} rows{often})")
     return f"{' : '.join(map(str, plan.shares))} of {', '.join(described)}"

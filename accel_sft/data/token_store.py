@@ -42,12 +42,9 @@ class Columns(NamedTuple):
 
 
 class TokenStore(Sequence[Encoded]):
-    """The rows of a folder that `merge` wrote, each read when it is asked for; a slice is a list of rows.
+    """The rows of a folder that `merge` wrote, each read when it is asked for; a slice is a list of rows. The folder
+    may be removed once it is open; `source` gives the rows' images.
 
-    Args:
-        folder: it may be removed once it is open.
-        fingerprint: as `merge` gave it.
-        source: gives the rows' images.
     Attributes:
         lengths: tokens of each row, int32.
         supervised, answers: `Encoded.supervised_tokens` and `Encoded.answer_tokens` of each row, int32.

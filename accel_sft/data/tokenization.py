@@ -25,7 +25,7 @@ from accel_sft.chat.encode import OnRefused, encode_parts
 from accel_sft.chat.encoded import Encoding, Rules
 from accel_sft.chat.image_inputs import ImageInputs, ImageSource, no_processor
 from accel_sft.chat.rendering import Rendering
-from accel_sft.data.token_store import StoredEncoding, TokenStore, fingerprint_of, merge, write_part
+from accel_sft.data.token_store import StoredEncoding, TokenStore, merge, write_part
 from accel_sft.io import cache
 from accel_sft.io.terminal import terminal
 from accel_sft.launch.collectives import Team
@@ -45,10 +45,7 @@ class SplitEncoder:
     """Encodes a task's splits as `encode_parts` does, on all ranks of a machine together, and once for all runs.
 
     The tokens are in a TokenStore, so memory does not grow with the data. Both the constructor and a call are
-    collectives.
-
-    Args:
-        processor: gives the model's processor, or raises UserError; called when an example has images.
+    collectives. `processor` gives the model's processor, or raises UserError; called when an example has images.
     """
 
     def __init__(
@@ -78,7 +75,7 @@ class SplitEncoder:
                 "versions; make it a pure function, and the machines alike"
             )
         key = keys[0]
-        entries = team.firsts(lambda: _cached(key))
+        entries = team.firsts(lambda: cache.find(KIND, key))
         if all(entries):
             folder, about = entries[team.rank]
             encoding = self._opened(folder, about, examples, split)
@@ -222,16 +219,6 @@ class SplitEncoder:
                 return write_part(folder / f"part-{place}", self.parts(examples, indices, split), split)
         except UserError as error:
             raise UserError(*with_places(error.problems, examples, split)) from error
-
-
-def _cached(key: str) -> tuple[Path, dict[str, Any]] | None:
-    """Return the cache's entry, or None. Its fingerprint is computed from its tokens, not read from the entry, so that
-    the run's record of its data (`data_sha256`) is true of the tokens that are used."""
-    with contextlib.suppress(OSError):  # the entry may have been removed meanwhile
-        if entry := cache.find(KIND, key):
-            folder, about = entry
-            return folder, {**about, "fingerprint": fingerprint_of(folder)}
-    return None
 
 
 @contextlib.contextmanager

@@ -105,8 +105,6 @@ class Evaluator:
         encoded: the tokenized rows of the validation examples, without those that encoding left out. A row's `index` is
             its example's index in `examples`. With `--eval-limit`, a sample of so many examples.
         answered: the last row of each example. Only that row's last answer is generated and scored.
-        source_of: with `--mix`, the name of each example's source by its index, if the examples have several; else {}.
-            Then every metric is given by source too, as `accuracy/a.jsonl`.
         max_new_tokens: maximum number of tokens of an answer without `--max-new-tokens`; None: as many as the longest
             expected answer has, its end-of-turn token included.
         blank: as `Batching.batch` takes it, for the validation loss.
@@ -122,7 +120,6 @@ class Evaluator:
     max_new_tokens: int | None = None
     blank: Encoded | None = None
     answered: Sequence[Encoded] = dataclasses.field(init=False)
-    source_of: dict[int, str] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         config = self.config
@@ -131,13 +128,6 @@ class Evaluator:
             self.answer_text = AnswerText(rendering)
         self.encoded = evaluated_rows(self.encoded, config.eval_limit)
         self.answered = list({row.index: row for row in self.encoded}.values())
-        self.source_of = self._source_of() if config.mix else {}
-
-    def _source_of(self) -> dict[int, str]:
-        examples: Any = self.examples
-        names = getattr(examples, "sources", ())
-        indices = [row.index for row in self.answered]
-        return dict(zip(indices, (names[at] for at in examples.sources_of(indices)), strict=True)) if names[1:] else {}
 
     def __call__(self, model: torch.nn.Module, batching: Batching) -> Evaluation:
         """Run `loss`, then `score_answers`, in eval mode."""
@@ -149,29 +139,22 @@ class Evaluator:
             model.train(was_training)
 
     def loss(self, model: torch.nn.Module, batching: Batching) -> dict[str, float]:
-        """`eval_loss`, by source too: nats per supervised token, over all ranks. The model is in eval mode; `batching`
+        """`eval_loss`: nats per supervised token, over all ranks. The model is in eval mode; `batching`
         divides the rows among the ranks and into forwards."""
         reset_peak_memory(self.accelerator.device)
         ranks, rank = row_groups(self.accelerator)  # ranks that compute the same rows count them alike in all sums
-        sums: list[float] = []  # of losses and of supervised tokens, of each source
+        sums = [0.0, 0.0]  # of losses and of supervised tokens
 
         def nll(rows: list[Encoded]) -> list[float]:
             pad, device = self.tokenizer.pad_token_id, self.accelerator.device
             return [nll_sum(model, batching.batch(rows, pad, device, self.blank)).item()]
 
         with torch.no_grad(), _out_of_memory_explained("--max-length, or in training --micro-batch-size"):
-            names = [*dict.fromkeys(self.source_of.values())] or [""]
-            for name in names:
-                mine = [row for row in self.encoded if self.source_of.get(row.index, "") == name]
-                sums += [0.0, 0.0]
-                for rows in batching.divide(mine, ranks)[rank]:
-                    sums[-2] += sum(in_halves(nll, rows, alone=forwards_alone(self.accelerator)))
-                    sums[-1] += sum(row.supervised_tokens for row in rows)
-            totals = [*map(sum, zip(*gather_numbers(sums), strict=True))]
-        losses, tokens = totals[::2], totals[1::2]
-        sources = zip(names, losses, tokens, strict=True)
-        by_source = {f"{EVAL_LOSS}/{name}": loss / count for name, loss, count in sources if name}
-        return {EVAL_LOSS: sum(losses) / sum(tokens), **by_source}
+            for rows in batching.divide(self.encoded, ranks)[rank]:
+                sums[0] += sum(in_halves(nll, rows, alone=forwards_alone(self.accelerator)))
+                sums[1] += sum(row.supervised_tokens for row in rows)
+            loss, tokens = map(sum, zip(*gather_numbers(sums), strict=True))
+        return {EVAL_LOSS: loss / tokens}
 
     def score_answers(self, losses: dict[str, float]) -> Evaluation:
         """Generate a greedy answer to each example, score it on the rank that generated it, and give every rank all
@@ -189,7 +172,9 @@ class Evaluator:
             every = by_each_rank(lambda: [self._sample(*answer, most) for answer in generated.answers])
             samples = sorted(itertools.chain.from_iterable(every), key=lambda sample: sample["index"])
             # rank 0 aggregates for all ranks, so that they have the same numbers
-            metrics = decided_by_main(self.accelerator, lambda: self._metrics(samples))
+            metrics = decided_by_main(
+                self.accelerator, lambda: aggregated(self.task, [sample["scores"] for sample in samples])
+            )
         assert [s["index"] for s in samples] == sorted(e.index for e in self.answered), "an example was lost or doubled"
         tokens = sum(sample.pop("tokens") for sample in samples)
         speed = {
@@ -198,13 +183,6 @@ class Evaluator:
         }
         unusual = Counter(filter(None, [sample.pop("unusual") for sample in samples]))
         return Evaluation({**metrics, **losses, **costs, **speed}, samples, unusual)
-
-    def _metrics(self, samples: list[dict[str, Any]]) -> dict[str, float]:
-        metrics = aggregated(self.task, [sample["scores"] for sample in samples])
-        for name in dict.fromkeys(self.source_of.values()):
-            scores = [sample["scores"] for sample in samples if self.source_of[sample["index"]] == name]
-            metrics |= {f"{key}/{name}": value for key, value in aggregated(self.task, scores).items()}
-        return metrics
 
     def _sample(self, encoded: Encoded, answer: list[int] | AnswerInText, most: int) -> dict[str, Any]:
         heartbeat()
@@ -223,7 +201,6 @@ class Evaluator:
             "scores": scored(self.task, self.examples, encoded.index, text),
             "tokens": tokens,
             "unusual": unusual,
-            **({"source": self.source_of[encoded.index]} if self.source_of else {}),
         }
 
 

@@ -16,33 +16,28 @@ from accel_sft.results.run_report import comparison_table
 def model_card(
     *,
     base_model: str,
-    task: str,
     adapter: str = "none",
     model_class: str = "AutoModelForCausalLM",
     messages: Sequence[Mapping[str, Any]],
-    template_arguments: Mapping[str, Any],
     prompt_end: str,
-    answer_end: str,
     eos_ids: Sequence[int],
     max_new_tokens: int,
     left_out: Mapping[str, Any],
-    data: Mapping[str, Any],
-    command: str,
     settings: Mapping[str, Any],
     result: Mapping[str, Any],
-    versions: Mapping[str, str],
     asked: Mapping[str, Any],
+    **shown: Any,
 ) -> str:
     """README.md of an exported model: its base, its task, its scores, its data, settings and versions.
 
     Args:
         base_model: hub id, folder or `tiny`; only a hub id is named in the metadata, which takes nothing else.
         messages: one prompt as it is given to the chat template; empty if the model was trained on raw text.
-        prompt_end, answer_end: text that follows the template's text in prompts, and answers.
-        eos_ids: tokens that end an answer; an adapter's base may know others.
+        prompt_end: text that follows the template's text in prompts.
         left_out: arguments of `generate` that leave out the base's penalties, as in the run's evaluations.
         settings: the run's options; those that only say how the run was executed are left out.
         asked: what of the run's record says how to ask the model, for weights that are copied out of their run.
+        shown: what the template shows as it is.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -64,7 +59,6 @@ def model_card(
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     card = environment.from_string(template).render(
         metadata=metadata.to_yaml(),
-        task=task,
         what=f"{base}, fine-tuned" if adapter == "none" else f"A {adapter} adapter of {base}, trained",
         adapter=adapter != "none",
         text_model=text_model,
@@ -72,21 +66,17 @@ def model_card(
         messages=messages,
         images=parts.count("image"),
         reader="processor" if "image" in parts else "tokenizer",
-        template_arguments=template_arguments,
         ending=f" + {prompt_end!r}" if prompt_end else "",
-        answer_end=answer_end,
         generation=generation,
         comparison=comparison_table(result),
-        data=data,
-        command=command,
         settings=[[key, value] for key, value in settings.items() if key not in LAYOUT and value is not None],
-        versions=versions,
         cell=markdown_cell,
         table=markdown_table,
         fenced=_fenced,
         repr=repr,
         json=lambda value: json.dumps(value, ensure_ascii=False, indent=4),
         arguments=lambda named: "".join(f", {name}={value!r}" for name, value in named.items()),
+        **shown,
     )
     return str(ModelCard(card))
 

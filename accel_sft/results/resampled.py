@@ -30,21 +30,15 @@ def add_intervals(
     run_dir: RunDir | None,
 ) -> None:
     """Add `intervals`, and the scores of labels, to a result with `before` and `after`, of which these are the answers;
-    nothing without answers.
-
-    Args:
-        run_dir: where resamples of a main metric are kept that is no mean of scores, so that `read_measured` can test
-            it without the task's aggregate(); None to keep none.
-    """
+    nothing without answers. `run_dir` keeps the resamples of a main metric that is no mean of scores, so that
+    `read_measured` can test it without the task's aggregate()."""
     if not after:
         return
     intervals: dict[str, Any] = {"examples": len(after), "higher_is_better": task.higher_is_better}
     sides: dict[str, dict[str, Measured]] = {}
     without: dict[str, str] = {}
     for side, name, samples in (("before", "base", before), ("after", "tuned", after)):
-        of_answers = {
-            k: n for k, n in (result[side] or {}).items() if k not in COSTS and k.split("/")[0] != "eval_loss"
-        }
+        of_answers = {key: n for key, n in (result[side] or {}).items() if key not in (*COSTS, "eval_loss")}
         sides[side], reasons = measured(of_answers, samples, task.aggregate)
         spans = {key: one.interval() for key, one in sides[side].items()}
         intervals[side] = {key: list(span) for key, span in spans.items() if span}
@@ -82,37 +76,18 @@ def read_measured(run_dir: RunDir, result: Mapping[str, Any]) -> Measured | None
 def measured(
     metrics: Mapping[str, Any], samples: Sequence[dict[str, Any]], aggregate: Aggregate
 ) -> tuple[dict[str, Measured], dict[str, str]]:
-    """Each metric of an evaluation with these answers, and for those that cannot be resampled the reason. The metrics
-    of a `source` are named as `accuracy/a.jsonl`."""
-    ends = {f"/{name}": name for name in dict.fromkeys(sample.get("source") for sample in samples) if name}
-    results: dict[str, Measured | str] = {}
-    left = dict(metrics)
-    for end in [*sorted(ends, key=len, reverse=True), ""]:  # the longest: sources may be a.jsonl and b/a.jsonl
-        some = {key.removesuffix(end): left.pop(key) for key in metrics if key in left and key.endswith(end)}
-        answers = [sample for sample in samples if sample.get("source") == ends[end]] if end else samples
-        results |= {key + end: result for key, result in _measured(some, answers, aggregate).items()}
-    in_order = {key: results[key] for key in metrics if key in results}
-    without = {key: reason for key, reason in in_order.items() if isinstance(reason, str)}
-    return {key: one for key, one in in_order.items() if isinstance(one, Measured)}, without
-
-
-def _measured(
-    metrics: Mapping[str, Any], samples: Sequence[dict[str, Any]], aggregate: Aggregate
-) -> dict[str, Measured | str]:
-    """Each metric, or why it cannot be resampled."""
+    """Each metric of an evaluation with these answers, and for those that cannot be resampled the reason."""
     examples, finite = examples_of(samples), {k: n for k, n in metrics.items() if is_number(n) and math.isfinite(n)}
     means = {key: scores for key, n in finite.items() if (scores := scores_of(samples, key, n)) is not None}
-    results: dict[str, Measured | str] = {key: Measured(finite[key], examples, means[key]) for key in means}
+    results = {key: Measured(finite[key], examples, scores) for key, scores in means.items()}
     rest = {key: value for key, value in finite.items() if key not in means}
     if not rest or not samples:
-        return results
+        return results, {}
     try:
-        resampled = _resampled(aggregate, [sample["scores"] for sample in samples], rest)
+        numbers, without = _resampled(aggregate, [sample["scores"] for sample in samples], rest)
     except Exception as error:  # noqa: BLE001 - it may need more different scores than a resample has; this is shown
-        resampled = dict.fromkeys(rest, f"aggregate() fails on resampled examples ({type(error).__name__})")
-    for key, numbers in resampled.items():
-        results[key] = numbers if isinstance(numbers, str) else Measured(rest[key], examples, None, numbers)
-    return results
+        return results, dict.fromkeys(rest, f"aggregate() fails on resampled examples ({type(error).__name__})")
+    return results | {key: Measured(rest[key], examples, None, values) for key, values in numbers.items()}, without
 
 
 def examples_of(samples: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -130,26 +105,27 @@ def scores_of(samples: Sequence[Mapping[str, Any]], key: str, value: float) -> l
 
 def _resampled(
     aggregate: Aggregate, scores: Sequence[dict[str, Any]], values: Mapping[str, float]
-) -> dict[str, list[float] | str]:
+) -> tuple[dict[str, list[float]], dict[str, str]]:
     """The metrics on resamples of the examples, which depend on the examples' number alone, or why there are none."""
     import numpy as np
 
     once, twice = dict(aggregate(scores)), dict(aggregate([*scores, *scores]))
     if any(not math.isclose(once.get(key, math.nan), value, abs_tol=1e-9) for key, value in values.items()):
-        return dict.fromkeys(values, "aggregate() of the answers that were kept gives another number")
+        return {}, dict.fromkeys(values, "aggregate() of the answers that were kept gives another number")
     if len(scores) < 2:
-        return dict.fromkeys(values, "one example")
+        return {}, dict.fromkeys(values, "one example")
     until, random = time.monotonic() + _LONGEST_SECONDS, np.random.default_rng(0)
     rows = []
     for _ in range(min(_MOST, max(_FEWEST, _VISITS // len(scores)))):
         if time.monotonic() > until:
-            return dict.fromkeys(values, f"aggregate() is too slow to resample within {_LONGEST_SECONDS:.0f} s")
+            return {}, dict.fromkeys(values, f"aggregate() is too slow to resample within {_LONGEST_SECONDS:.0f} s")
         heartbeat()
         rows.append(aggregate([scores[place] for place in random.integers(len(scores), size=len(scores)).tolist()]))
-    results: dict[str, list[float] | str] = {}
+    numbers = {key: [float(row.get(key, math.nan)) for row in rows] for key in values}
+    without = {
+        key: "it is not defined on every resample" for key in values if not all(map(math.isfinite, numbers[key]))
+    }
     for key, value in values.items():
-        numbers = [float(row.get(key, math.nan)) for row in rows]
-        results[key] = numbers if all(map(math.isfinite, numbers)) else "it is not defined on every resample"
         if not math.isclose(twice.get(key, math.nan), value, rel_tol=1e-6, abs_tol=1e-9):
-            results[key] = "it depends on the number of examples"
-    return results
+            without[key] = "it depends on the number of examples"
+    return {key: row for key, row in numbers.items() if key not in without}, without

@@ -199,16 +199,13 @@ def samples_table(samples: Samples) -> str:
 
 def memory_table(compared: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     """A markdown table of a run's memory by place and phase: predicted and measured GiB of the rank with most."""
-    rows = [
-        [place, phase, *(f"{pair[key]:.2f}" for key in ("predicted_gib", "measured_gib")), _error(pair)]
-        for place, phases in compared.items()
-        for phase, pair in phases.items()
-    ]
+    rows = []
+    for place, phases in compared.items():
+        for phase, pair in phases.items():
+            predicted, measured = pair["predicted_gib"], pair["measured_gib"]
+            error = f"{predicted / measured - 1:+.0%}" if measured else ""
+            rows.append([place, phase, f"{predicted:.2f}", f"{measured:.2f}", error])
     return markdown_table(["memory of a rank", "phase", "predicted (GiB)", "measured (GiB)", "error"], rows)
-
-
-def _error(pair: Mapping[str, float]) -> str:
-    return f"{pair['predicted_gib'] / pair['measured_gib'] - 1:+.0%}" if pair["measured_gib"] else ""
 
 
 def comparison_table(result: Mapping[str, Any]) -> str:

@@ -67,8 +67,8 @@ def paired(before: Measured, after: Measured) -> dict[str, Any] | None:
     """Test whether a metric differs between two evaluations of the same examples; None if the examples differ.
 
     If answers are right or wrong, the test is McNemar's in its mid-p form (Fagerland and others, 2013; the exact one
-    calls too little a difference), and the interval is Newcombe's (1998, method 10), which combines Wilson's. Means of
-    other scores have the paired t test, and other metrics the paired bootstrap.
+    calls too little a difference), and the interval is Agresti and Min's (2005). Means of other scores have the paired
+    t test, and other metrics the paired bootstrap.
 
     Returns:
         `difference`, `after` less `before`; `low` and `high`, its 95% interval, None if all examples changed alike;
@@ -90,8 +90,8 @@ def paired(before: Measured, after: Measured) -> dict[str, Any] | None:
         p, reach = _p_of_equal(difference, error, count), _percentiles(resampled, count)
     elif _is_rate(before.scores) and _is_rate(after.scores):
         changes = np.subtract(after.scores, before.scores)
-        error, reach = float(changes.std()) / math.sqrt(count), _newcombe(before, after)
         gained, lost = int((changes > 0).sum()), int((changes < 0).sum())
+        error, reach = float(changes.std()) / math.sqrt(count), _agresti_min(gained, lost, count)
         fewer, changed = min(gained, lost), gained + lost
         p = 2 * binom.cdf(fewer, changed, 0.5) - binom.pmf(fewer, changed, 0.5)
     else:
@@ -131,16 +131,10 @@ def detectable(standard_error: float) -> float:
 
 def against_best(measured: Mapping[str, Measured], best: str) -> dict[str, dict[str, Any] | None]:
     """Test every other metric against the best one: what `paired` returns, with the `level` that its `p` is held to.
-    The best is chosen by the same numbers: levels are Holm's (1979) over as many tests as there are pairs of metrics.
-    """
+    The best is chosen by the same numbers: the level is divided by the number of pairs of metrics (Bonferroni)."""
+    pairs = max(math.comb(len(measured), 2), 1)
     tests = {name: paired(measured[best], one) for name, one in measured.items() if name != best}
-    left, level, failed = len(measured) * (len(measured) - 1) // 2, LEVEL, False
-    for change in sorted(filter(None, tests.values()), key=lambda change: change["p"]):
-        level = level if failed else LEVEL / left
-        failed = failed or change["p"] >= level
-        left -= 1
-        change["level"] = level
-    return tests
+    return {name: change and {**change, "level": LEVEL / pairs} for name, change in tests.items()}
 
 
 def verdict(change: Mapping[str, Any], words: tuple[str, str]) -> str:
@@ -202,20 +196,13 @@ def _p_of_equal(difference: float, error: float, count: int) -> float:
     return float(binomtest(count, count).pvalue) if abs(difference) > _SAME else 1.0
 
 
-def _newcombe(before: Measured, after: Measured) -> tuple[float, float]:
-    import numpy as np
+def _agresti_min(gained: int, lost: int, count: int) -> tuple[float, float]:
+    """The interval by the normal distribution as if half an example more had changed each way, and one more had not."""
+    from scipy.stats import norm
 
-    (low_a, high_a), (low_b, high_b) = before.interval() or (0.0, 1.0), after.interval() or (0.0, 1.0)
-    a, b = before.value, after.value
-    both = float(np.mean(np.multiply(before.scores or (), after.scores or ()))) - a * b
-    both = max(both - 0.5 / len(before.examples), min(both, 0.0))  # the correction that method 10 adds to method 8
-    spread = math.sqrt(max(0.0, a * (1 - a) * b * (1 - b)))
-    together = both / spread if spread > _SAME else 0.0
-
-    def reach(one: float, other: float) -> float:
-        return math.sqrt(max(0.0, one**2 - 2 * together * one * other + other**2))
-
-    return b - a - reach(b - low_b, high_a - a), b - a + reach(high_b - b, a - low_a)
+    middle, changed = (gained - lost) / (count + 2), (gained + lost + 1) / (count + 2)
+    reach = float(norm.isf(LEVEL / 2)) * math.sqrt((changed - middle**2) / (count + 2))
+    return max(middle - reach, -1.0), min(middle + reach, 1.0)
 
 
 def _percentiles(numbers: Sequence[float], examples: int) -> tuple[float, float] | None:

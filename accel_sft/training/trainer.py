@@ -217,7 +217,6 @@ class Trainer:
                 "grad_norm": grad_norm,
                 "learning_rate": rate,
                 "supervised_tokens": supervised_tokens,
-                **plan.by_source(rows),
                 **self.prediction.mfu(self.train_step, supervised_tokens, grad_norm, seconds),
                 "tokens": tokens,
                 "seconds": seconds,

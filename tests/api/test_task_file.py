@@ -65,16 +65,6 @@ def test_module_beside_the_file_is_found(folder):
     assert code_fingerprint(cls()) is None  # the other file decides too: every message is read
 
 
-def test_module_hidden_by_an_installed_one_is_refused(folder):
-    Path("mine.py").write_text("from yaml.rows import SIZE\nimport random\n" + GOOD)
-    Path("random.py").write_text("")  # Python's own are meant
-    Path("yaml.py").write_text("SIZE = 7\n")
-    assert (
-        refused("mine.py")
-        == f"task mine.py: import yaml takes {yaml.__file__}, not {folder / 'yaml.py'}; rename the latter"
-    )
-
-
 FAULTS = {
     "missing": (None, "", "cannot be read (No such file or directory)"),
     "no Python": ("x = 1\ndef (", "", "cannot be imported: SyntaxError: invalid syntax (it.py:2)"),

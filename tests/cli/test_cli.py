@@ -101,21 +101,26 @@ def test_broken_task_fails_alone_and_says_why(run, site):
     handed_over(run("good"))  # without what another plugin prints
 
 
-def test_unknown_commands_and_options_suggest_the_near_ones(run, site):
-    result = run("god")
-    assert result.returncode == 2
-    assert "no task or tool 'god'; did you mean good?" in result.stderr
-    result = run("good", "--learning-rat", "1")
-    assert result.returncode == 2
-    assert "--learning-rate" in result.stderr
-    assert "Did you mean '--help'" in run("--hlep").stderr
-
-
-def test_options_before_a_task_s_name_ask_for_it(run):
-    for words, command in ((("plan", "--model", "x"), "accel-sft plan"), (("--model", "x", "good"), "accel-sft")):
-        result = run(*words)
-        assert result.returncode == 1
-        assert f"--model: name a task before its options, as in `{command} TASK --model ...`" in result.stderr
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        ("god", 2, "no task or tool 'god'; did you mean good?"),
+        ("dpo --model m", 2, "Error: no task or tool 'dpo'; preferences are not trained here"),
+        ("good --learning-rat 1", 2, "--learning-rate"),
+        ("--hlep", 2, "Did you mean '--help'"),
+        ("plan --model x", 1, "--model: name a task before its options, as in `accel-sft plan TASK --model ...`"),
+        ("--model x good", 1, "--model: name a task before its options, as in `accel-sft TASK --model ...`"),
+        ("good --gradient_checkpointing True", 2, "unexpected extra argument (True); each value needs its option"),
+        ("evaluate good --learning-rate 1", 2, "No such option"),
+        ("--config none.yaml", 1, "Error: --config none.yaml: cannot be r"),
+        ("launch-file z2_ofload", 1, "did you mean z2_offload"),
+        ("new-task random --file", 1, "is called so"),
+    ],
+)
+def test_wrong_words_get_one_hint(run, words, status, message):
+    result = run(*words.split())
+    assert (result.returncode, result.stdout) == (status, "")
+    assert message in result.stderr
 
 
 def test_task_help_groups_the_options_by_section(run, monkeypatch):
@@ -163,10 +168,12 @@ def test_help_is_short_and_its_last_line_names_the_whole(run, monkeypatch, comma
 def test_command_line_beats_file_and_file_beats_defaults(run, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("size: 20\nlearning-rate: 1e-3\nseed: 7\nshout: true\nlimit: null\n", encoding="utf-8")
-    got = handed_over(run("good", "--config", str(file), "--seed", "42", "--no-shout"))
+    words = ("--seed", "42", "--no-shout", "--micro-batch-size", "8", "--max_steps=3", "--no-gradient_checkpointing")
+    got = handed_over(run("good", "--config", str(file), *words))
     assert got["task"] == "good"
     assert got["options"] == {"size": 20, "style": "plain", "shout": False, "limit": None}
-    assert (got["config"]["learning_rate"], got["config"]["seed"], got["config"]["adapter"]) == (1e-3, 42, "none")
+    expected = {"learning_rate": 1e-3, "seed": 42, "adapter": "none", "micro_batch_size": "8", "max_steps": 3}
+    assert expected.items() <= got["config"].items()
 
 
 READS = GOOD.replace("shout: bool", 'train_file: str | None = option(None, rows=True, help="Rows.")\n    shout: bool')
@@ -186,15 +193,6 @@ def test_several_row_files_are_one_value_in_every_form(run, site, tmp_path):
     assert handed_over(run("reads"))["options"]["train_file"] is None
 
 
-def test_values_get_their_types_and_options_may_have_underscores(run):
-    args = ("--limit", "2", "--shout", "--micro-batch-size", "8", "--max-steps=3", "--learning_rate", "1e-4")
-    got = handed_over(run("good", *args, "--no-gradient_checkpointing"))
-    assert (got["options"]["limit"], got["options"]["shout"]) == (2.0, True)
-    config = got["config"]
-    assert (config["micro_batch_size"], config["max_steps"], config["learning_rate"]) == ("8", 3, 1e-4)
-    assert handed_over(run("evaluate", "good", "--model", "m", "--eval_limit", "5"))["config"]["eval_limit"] == 5
-
-
 def test_every_foreign_option_of_a_command_is_named_at_once(run, site):
     """A command of another trainer, as it is, with an option of the task's own that is called as one elsewhere."""
     words = "--stage sft --template qwen --shout --quantization_bit=4 --val_size 0.1 --lora_rank 8 --save_steps 100"
@@ -206,13 +204,8 @@ def test_every_foreign_option_of_a_command_is_named_at_once(run, site):
     assert max(map(len, result.stderr.splitlines())) <= 160
 
 
-NOT_OURS = "stage", "template", "quantization-bit", "val-size", "lora-rank", "save-steps", "loraplus-lr-ratio"
-NOT_OURS += "train-on-eos", "roles-to-train", "mask-history", "loss-type", "chat-template-path", "enable-thinking"
-
-
-def test_commands_of_other_trainers_are_refused_with_ours(run, site):
-    (*_, line) = run("dpo", "--model", "m").stderr.splitlines()
-    assert line.startswith("Error: no task or tool 'dpo'; preferences are not trained here")
+NOT_OURS = "stage", "template", "quantization-bit", "val-size", "lora-rank", "save-steps"
+NOT_OURS += "metric-for-best-model", "chat-template-path", "enable-thinking"
 
 
 def test_names_of_other_trainers_lead_to_options_that_exist():
@@ -223,21 +216,16 @@ def test_names_of_other_trainers_lead_to_options_that_exist():
     commands = {word for hint in OTHER_COMMANDS.values() for word in re.findall(r"`accel-sft ([a-z-]+)", hint)}
     assert commands <= {*cli.commands, "chat"}
     assert not OTHER_COMMANDS.keys() & {*cli.commands, *registry.SHIPPED}
+    assert set(cli.commands) <= registry.RESERVED
 
 
-def test_second_value_behind_an_option_is_refused(run, site):
-    install(site, "accel-sft-reads", "reads = accel_sft_reads:Good", READS)
-    result = run("reads", "--train-file", "a.json", "b.json")
-    assert result.returncode == 2
-    assert "unexpected extra argument (b.json); each value needs its option" in result.stderr
-    assert "(True); each value needs its option" in run("good", "--gradient_checkpointing", "True").stderr
-
-
-def test_all_problems_are_told_at_once_each_naming_its_flag(run, site):
+def test_all_problems_are_told_at_once_each_naming_its_flag(run, site, tmp_path):
+    (tmp_path / "run.yaml").write_text("sise: 20\n", encoding="utf-8")
     args = ("--seed", "-1", "--lora-r", "x", "--adapter", "lara", "--resume", "auto", "--size", "1", "--style", "fancy")
-    result = run("good", *args)
+    result = run("good", *args, "--config", str(tmp_path / "run.yaml"))
     assert result.returncode == 1
     assert set(result.stderr.splitlines()) == {
+        f"Error: --config {tmp_path / 'run.yaml'}: line 1: unknown option 'sise'; did you mean size?",
         "Error: --seed -1: must be at least 0",
         "Error: --lora-r 'x': expected a whole number",
         "Error: --adapter lara: not one of none, lora, adalora",
@@ -247,21 +235,12 @@ def test_all_problems_are_told_at_once_each_naming_its_flag(run, site):
     }
 
 
-@pytest.mark.parametrize("rank", ["8", "16"])  # also if it is the default
-def test_lora_options_without_an_adapter_are_refused(run, rank):
-    result = run("good", "--lora-r", rank)
+def test_lora_options_without_an_adapter_are_refused(run):
+    result = run("good", "--lora-r", "8")  # also if it is the default
     assert result.returncode == 1
     refused = "Error: --lora-r: --adapter none trains all weights; add --adapter lora, or leave it out"
     assert result.stderr.splitlines() == [refused]
-    assert handed_over(run("good", "--lora-r", rank, "--adapter", "lora"))["config"]["lora_r"] == int(rank)
-
-
-def test_problems_of_file_and_command_line_come_together(run, tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text("sise: 20\n", encoding="utf-8")
-    result = run("good", "--config", str(file), "--seed", "-1")
-    assert "unknown option 'sise'; did you mean size?" in result.stderr
-    assert "--seed -1: must be at least 0" in result.stderr
+    assert handed_over(run("good", "--lora-r", "8", "--adapter", "lora"))["config"]["lora_r"] == 8
 
 
 def test_a_file_that_names_its_task_needs_no_other_word(run, tmp_path):
@@ -289,8 +268,6 @@ def test_a_file_of_another_task_or_of_none_is_refused(run, site, tmp_path):
     file.write_text("seed: 1\n", encoding="utf-8")
     message = f"Error: --config {file}: no task in it; write `task: NAME`, or the name before the options\n"
     assert run("--config", str(file)).stderr == message
-    file.unlink()
-    assert run("--config", str(file)).stderr.startswith(f"Error: --config {file}: cannot be r")
 
 
 SOURCE_WITH_NEED = GOOD.replace("option(10, min=2", "option(min=2")
@@ -308,7 +285,6 @@ def test_an_option_without_default_must_be_given(site, run):
 def test_evaluate_takes_the_options_that_matter_without_training(run, site):
     got = handed_over(run("evaluate", "good", "--model", "m", "--base", "b", "--size", "4"))
     assert (got["config"]["model"], got["config"]["base"], got["options"]["size"]) == ("m", "b", 4)
-    assert run("evaluate", "good", "--learning-rate", "1").returncode == 2
     text = run("evaluate", "--help").stdout
     assert "good" in text
     assert text.rstrip().endswith("Options: accel-sft evaluate TASK --help")
@@ -322,37 +298,40 @@ def test_what_the_table_of_tools_names_exists(name):
     assert (tool.lists or set()) | tool.repeated <= {setting.name for setting in tool.settings()}
 
 
-def test_tools_are_reserved_names():
-    assert set(cli.commands) <= registry.RESERVED
-
-
 # How a failure ends
 
 
-def failing(site, statement, before=RECORD):
+def failing(site, statement, before=RECORD, name="fail"):
     source = GOOD.replace("return list(range(self.size))", statement)
-    install(site, "p-fail", "fail = p_fail:Good", before + source)
+    install(site, f"p-{name}", f"{name} = p_{name}:Good", before + source)
 
 
-def ranks(site, tmp_path, *arguments, env=None):
+def with_tasks(site):
+    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(site), os.environ["PYTHONPATH"]))}
+
+
+def ranks(site, tmp_path, *arguments):
     """The environment torchrun gives two ranks, one after the other, and what each printed."""
     results = []
     for rank in (1, 0):
         file = tmp_path / "attempt_0" / str(rank) / "error.json"
         file.parent.mkdir(parents=True, exist_ok=True)
-        own = {"RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(file), **(env or {})}
+        own = {"RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(file)}
         result = accel_sft(*arguments, site=site, env=own)
         results.append((result, json.loads(file.read_text(encoding="utf-8"))["message"] if file.exists() else None))
     return results
 
 
-def test_failure_has_a_traceback_if_unexpected_or_with_debug(site, run):
+def test_failure_has_a_traceback_unless_known_or_interrupted(site, run):
     failing(site, "raise UserError('data.json:3: no answer', 'data.json:4: no answer')", before="")
     result = run("fail")
     assert result.returncode == 1
     assert result.stderr.splitlines() == ["Error: data.json:3: no answer", "Error: data.json:4: no answer"]
     assert "Traceback" in run("fail", "--debug").stderr
-    install(site, "p-other", "other = p_other:Good", GOOD.replace("return list(range(self.size))", "return 1 / 0"))
+    failing(site, "raise KeyboardInterrupt", before="", name="stop")
+    interrupted = run("stop")
+    assert (interrupted.returncode, interrupted.stderr.strip()) == (130, "interrupted")
+    failing(site, "return 1 / 0", before="", name="other")
     unexpected = run("other")
     assert unexpected.returncode == 1
     assert "Traceback" in unexpected.stderr
@@ -363,7 +342,6 @@ def test_failure_has_a_traceback_if_unexpected_or_with_debug(site, run):
 
 FAILURES_OF_RANKS = {
     "alike": ("raise UserError('no data')", "Error: no data\n", ""),
-    "unexpectedly, and alike": ("return 1 / 0", "Traceback .*ZeroDivisionError: division by zero\n", ""),
     "apart": (
         "import os; raise UserError('disk of rank ' + os.environ['RANK'] + ' is full')",
         "Error: disk of rank 1 is full\n",
@@ -391,10 +369,8 @@ def test_ranks_print_the_first_failure_once(site, tmp_path, statement, first, se
 def test_wrong_option_is_printed_once_by_the_ranks(site, tmp_path):
     failing(site, "pass")
     (first, cause), (second, _) = ranks(site, tmp_path, "fail", "--sise", "3")
-    assert "No such option" in first.stderr
-    assert not second.stderr
-    assert (first.returncode, second.returncode) == (2, 2)
-    assert "--sise" in cause["message"]
+    assert ("No such option" in first.stderr, second.stderr) == (True, "")
+    assert (first.returncode, second.returncode, "--sise" in cause["message"]) == (2, 2, True)
 
 
 def test_without_torchrun_another_rank_prints_under_its_name(site):
@@ -412,9 +388,8 @@ def test_rank_failing_under_the_launcher_is_the_root_cause(site, tmp_path):
         torch.distributed.barrier()
         """.strip()
     failing(site, body)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(site), os.environ["PYTHONPATH"]))}
     command = launcher("ddp", "-m", "accel_sft", "fail")
-    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, env=with_tasks(site), capture_output=True, text=True, check=False)
     assert result.returncode != 0
     assert result.stderr.count("Error: the disk of rank one is full\n") == 1
     root_cause = result.stderr.split("Root Cause")[1]
@@ -422,27 +397,23 @@ def test_rank_failing_under_the_launcher_is_the_root_cause(site, tmp_path):
     assert "traceback : the disk of rank one is full" in root_cause
 
 
-def test_several_ranks_do_not_wait_for_threads_or_destructors(site):
-    failing(site, "import threading as t, time; t.Thread(target=time.sleep, args=(60,)).start(); raise UserError('x')")
-    assert accel_sft("fail", site=site, env={"RANK": "0", "WORLD_SIZE": "2"}).returncode == 1
-
-
-def test_an_interrupt_is_one_line_and_status_130(site, run):
-    failing(site, "raise KeyboardInterrupt", before="")
-    result = run("fail")
-    assert (result.returncode, result.stderr.strip()) == (130, "interrupted")
-
-
-def test_a_plugin_that_exits_keeps_its_status(site):
-    failing(site, "import sys; sys.exit(3)")
-    assert accel_sft("fail", site=site, env={"RANK": "0", "WORLD_SIZE": "2"}).returncode == 3
+@pytest.mark.parametrize(
+    ("statement", "status"),
+    [
+        ("import threading as t, time; t.Thread(target=time.sleep, args=(60,)).start(); raise UserError('x')", 1),
+        ("import sys; sys.exit(3)", 3),
+    ],
+    ids=["a thread is not waited for", "a plugin's own status"],
+)
+def test_one_of_several_ranks_ends_at_once(site, statement, status):
+    failing(site, statement)
+    assert accel_sft("fail", site=site, env={"RANK": "0", "WORLD_SIZE": "2"}).returncode == status
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly(site):
     failing(site, "[print(i, flush=True) for i in range(100000)]")
     code = f"{sys.executable} -m accel_sft fail | head -n 1; exit ${{PIPESTATUS[0]}}"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(site), os.environ["PYTHONPATH"]))}
-    result = subprocess.run(["bash", "-c", code], env=env, capture_output=True, text=True, check=False)
+    result = subprocess.run(["bash", "-c", code], env=with_tasks(site), capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (141, "")
 
 
@@ -456,19 +427,14 @@ def test_any_language_prints_under_any_encoding(site):
 
 
 def test_a_launch_file_is_printed_as_it_is(run):
-    assert run("launch-file", "z2").stdout == (CONFIGS / "z2.yaml").read_text(encoding="utf-8")
-    assert run("launch-file", "z2.yaml").stdout == run("launch-file", "z2").stdout
-    json_file = CONFIGS / "z3_twin_flow.json"
-    assert run("launch-file", json_file.name).stdout == json_file.read_text(encoding="utf-8")
+    for name, file in (("z2", "z2.yaml"), ("z2.yaml", "z2.yaml"), ("z3_twin_flow.json", "z3_twin_flow.json")):
+        assert run("launch-file", name).stdout == (CONFIGS / file).read_text(encoding="utf-8")
 
 
 def test_launch_files_are_listed_with_their_purpose(run):
     listed = dict(line.split(maxsplit=1) for line in run("launch-file").stdout.splitlines())
     assert listed.keys() == {path.stem for path in CONFIGS.glob("*.yaml")}
     assert all(30 < len(purpose) <= 105 and purpose.endswith(".") for purpose in listed.values()), listed
-    refused = run("launch-file", "z2_ofload")
-    assert (refused.returncode, refused.stdout) == (1, "")
-    assert "did you mean z2_offload" in refused.stderr
 
 
 # Starting a task
@@ -487,7 +453,7 @@ def test_new_task_keeps_the_contract_and_passes_its_test(tmp_path, site, run):
     source = (project / f"{module}.py").read_text(encoding="utf-8")
     install(site, "accel-sft-even-odd", entry.replace('"', ""), source, module=module)
     assert "ok" in run("tasks").stdout.split("even-odd")[2]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(site), os.environ["PYTHONPATH"]))}
+    env = with_tasks(site)
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(project)]
     subprocess.run(tests, env=env, check=True, capture_output=True)
     subprocess.run([*LINT, str(project)], check=True)
@@ -505,20 +471,16 @@ def test_a_new_task_in_one_file_runs_as_it_stands(run, tmp_path, monkeypatch):
     assert checked.returncode == 0, checked.stdout + checked.stderr
     (tmp_path / "own.jsonl").write_text("".join(f'{{"question": "q {n}", "answer": "a {n}"}}\n' for n in range(30)))
     task = registry.load("./even_odd.py")
-    assert {split: len(task(train_file="own.jsonl").dataset(split)) for split in ("train", "validation")} == {
-        "train": 27,
-        "validation": 3,
-    }
+    assert [len(task(train_file="own.jsonl").dataset(split)) for split in ("train", "validation")] == [27, 3]
     with pytest.raises(UserError, match="--train-file: name the rows to train on"):
         task(validation_file="own.jsonl").dataset("train")
     (tmp_path / "bad.jsonl").write_text('{"question": "2?", "answer": "even"}\n{"question": "3?"}\n')
     with pytest.raises(UserError, match=r"bad\.jsonl:2: field 'answer': expected text"):
         task(train_file="bad.jsonl").dataset("train")
     assert "even_odd.py: is there already" in run("new-task", "even-odd", "--file").stderr
-    assert "is called so" in run("new-task", "random", "--file").stderr
 
 
-@pytest.mark.parametrize("name", ["math", "tasks", "Upper", "a-", "../up", ""])
+@pytest.mark.parametrize("name", ["math", "tasks", "Upper", "../up"])
 def test_a_new_task_needs_a_name_of_its_own(tmp_path, run, name):
     result = run("new-task", "--", name, str(tmp_path / "new"))
     assert result.returncode == 1

@@ -15,41 +15,28 @@ import time
 
 import pytest
 import torch
-from accelerate import Accelerator
 from conftest import accel_sft
 from families import FAMILIES
 from limits import limit
-from models import make_tiny
 from reference_job import layout
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from weights import answerer
 
 from accel_sft import UserError
 from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.chat.conversation import Conversation
 from accel_sft.commands.trained import Trained
-from accel_sft.evaluation.answerer import Answerer, Prompt
+from accel_sft.evaluation.answerer import Prompt
 from accel_sft.evaluation.generate import Sampling
 from accel_sft.evaluation.prompts import read_prompts
 from accel_sft.io.run_dir import RunDir
-from accel_sft.models.source import find_source
 
 QUESTION = [{"role": "user", "content": "31="}]
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny") / "base")
-
-
-@pytest.fixture(scope="module")
 def run(launched):
     return layout(launched, "plain")
-
-
-def answerer(folder, sampling=None, **options):
-    config = EvaluateConfig(model=str(folder), **options).resolved({})
-    more = {} if sampling is None else {"sampling": sampling}
-    return Answerer(Accelerator(cpu=True), config, find_source(str(folder)), **more)
 
 
 def test_prompts_file_is_answered_as_in_the_run(run, called, tmp_path):
@@ -68,26 +55,26 @@ def test_prompts_file_is_answered_as_in_the_run(run, called, tmp_path):
     system = json.loads((run.run_dir / "run.json").read_text())["system_prompt"]
     assert [turn["content"] for turn in rows[0]["messages"]] == [system, after[0]["prompt"]]
     assert f"{output}: 7 answers" in done.output
-    again = called("generate", str(run.run_dir), *files)
-    assert again.status == 1
-    assert "is there already; name a new file" in again.output
+    assert "is there already; name a new file" in called("generate", str(run.run_dir), *files).output
 
 
-def test_prompt_is_answered_by_the_best_weights(run, tmp_path):
+def test_prompt_is_answered_by_the_best_weights(run):
     sample = json.loads((run.run_dir / "samples/step-000006.jsonl").read_text().splitlines()[0])
     done = accel_sft("generate", str(run.run_dir), sample["prompt"])
     assert done.status == 0, done.output
     assert f"model  {run.run_dir / 'best'}\n" in done.output
     assert f"note: this run's best/ weights are taken; for those of its last step name {run.run_dir}" in done.output
-    assert RunDir.weights_in("org/model") == "org/model"
-    unfinished = tmp_path / "run"
-    unfinished.mkdir()
-    (unfinished / "run.json").write_text((run.run_dir / "run.json").read_text())
+
+
+def test_best_weights_are_taken_or_else_the_last(tmp_path):
+    record = {"task": "math", "config": {}, "task_options": {}}
+    (tmp_path / "run.json").write_text(json.dumps(record))
     with pytest.raises(UserError, match="neither best/ nor final/"):
-        RunDir.weights_in(str(unfinished))
-    (unfinished / "final").mkdir()
-    assert RunDir.weights_in(str(unfinished)) == str(unfinished / "final")
-    assert RunDir.choice_in(str(unfinished)) == RunDir.choice_in("org/model") == []
+        RunDir.weights_in(str(tmp_path))
+    for name in ("final", "best"):
+        (tmp_path / name).mkdir()
+        assert RunDir.weights_in(str(tmp_path)) == str(tmp_path / name)
+    assert RunDir.choice_in("org/model") == []
 
 
 @pytest.mark.parametrize(
@@ -167,8 +154,7 @@ def test_training_16_bit_weights_is_a_warning(exported):
 
 
 def test_several_ranks_are_refused(tiny):
-    ranks = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    failed = accel_sft("generate", str(tiny), "5=", environment=ranks)
+    failed = accel_sft("generate", str(tiny), "5=", environment={"WORLD_SIZE": "2", "RANK": "0"})
     assert "generate runs in one process" in failed.output
 
 
@@ -184,13 +170,6 @@ def test_prompts_are_lines_or_rows_and_bad_ones_are_named(tmp_path):
     rows.write_text(json.dumps({"messages": own}) + "\n" + json.dumps({"prompt": "7="}))
     turns = [system, {"role": "user", "content": "7="}]
     assert read_prompts(str(rows), "Sum.")[0] == [(own, (), None), (turns, (), None)]
-    answered = [*QUESTION, {"role": "assistant", "content": "3"}]
-    rows.write_text("".join(json.dumps(row) + "\n" for row in ({"messages": answered}, {"messages": 3}, {})))
-    with pytest.raises(UserError) as failed:
-        read_prompts(str(rows), None)
-    for line, problem in enumerate(("a last turn of someone else", 'a list of {"role"', "field 'prompt'"), 1):
-        assert f"rows.jsonl:{line}: " in failed.value.problems[line - 1]
-        assert problem in failed.value.problems[line - 1]
     for content, problem in ((b"\n", "no prompt in it"), (b"\xff", "not UTF-8")):
         lines.write_bytes(content)
         with pytest.raises(UserError, match=problem):
@@ -234,22 +213,20 @@ TOOLS = (
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
+        ({}, "field 'prompt'"),
+        ({"messages": 3}, 'a list of {"role"'),
+        ({"messages": [*QUESTION, {"role": "assistant", "content": "3"}]}, "a last turn of someone else"),
         ({"prompt": "?", "tools": "{"}, "a list of schemas, or JSON of one"),
         ({"prompt": "?", "system": 3}, "field 'system'"),
         ({"prompt": "?", "chat_template_kwargs": {"a": 1}}, "no variables of the template"),
-        (
-            {"messages": [{"role": "assistant", "content": 3, "tool_calls": [{}]}, *QUESTION]},
-            'expected a list of {"role"',
-        ),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}, *QUESTION]}, "gave the call '{}', expected"),
-        ({"messages": ["a"]}, 'a list of {"role"'),
         ({"prompt": "?", "images": ["a.png"]}, "give images by --image, with one PROMPT"),
         ({"messages": [{"role": "user", "content": "?", "function_call": {"name": "a"}}]}, "not in `function_call`"),
     ],
 )
-def test_what_a_row_says_of_tools_is_not_dropped(tmp_path, row, problem):
+def test_row_that_cannot_be_asked_is_refused_by_place(tmp_path, row, problem):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    with pytest.raises(UserError, match=re.escape(problem)):
+    with pytest.raises(UserError, match=r"rows\.jsonl:1.*" + re.escape(problem)):
         read_prompts(str(tmp_path / "rows.jsonl"), None)
 
 
@@ -265,21 +242,20 @@ def test_drawn_answers_follow_the_seed_and_top_1_is_greedy(tiny):
     assert "as tokens are drawn by chance" in drawing.generator.message
 
 
-def test_streamed_answer_is_that_of_a_file(tiny, tmp_path):
-    """A template that opens a block is closed by --thinking off, in prompts of one's own too."""
-    mine = answerer(tiny)
-    written = []
+def test_streamed_answer_is_that_of_a_file(tiny):
+    mine, written = answerer(tiny), []
     streamed = mine.stream(QUESTION, 12, written.append)
     assert streamed == mine.answers([Prompt(QUESTION)], 12)[0]
     assert "".join(written) == streamed.text
+
+
+@pytest.mark.parametrize(("thinking", "end"), [("off", "</think>\n\n"), ("template", "<think>\n")])
+def test_thinking_is_opened_or_closed_as_in_training(tiny, tmp_path, thinking, end):
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     tokenizer.chat_template = FAMILIES["Qwen3.5"].template
-    thoughtful = shutil.copytree(tiny, tmp_path / "model")
-    tokenizer.save_pretrained(thoughtful)
-    for thinking, end in (("off", "</think>\n\n"), ("template", "<think>\n"), ("keep", "<think>\n")):
-        other = answerer(thoughtful, thinking=thinking)
-        encoded = other.encode(Prompt(QUESTION), 5)
-        assert tokenizer.decode(encoded.input_ids[: encoded.prompt_length]).endswith(end)
+    tokenizer.save_pretrained(shutil.copytree(tiny, tmp_path / "model"))
+    encoded = answerer(tmp_path / "model", thinking=thinking).encode(Prompt(QUESTION), 5)
+    assert tokenizer.decode(encoded.input_ids[: encoded.prompt_length]).endswith(end)
 
 
 def test_left_out_penalties_of_the_base_are_named(tiny, tmp_path):
@@ -287,8 +263,8 @@ def test_left_out_penalties_of_the_base_are_named(tiny, tmp_path):
     settings = json.loads((folder / "generation_config.json").read_text())
     settings |= {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3}
     (folder / "generation_config.json").write_text(json.dumps(settings))
-    done = accel_sft("generate", str(folder), "5=", "--max-new-tokens", "2")
-    assert "generation_config.json: repetition_penalty, no_repeat_ngram_size: left out of answers" in done.output
+    (note,) = answerer(folder).notes
+    assert "generation_config.json: repetition_penalty, no_repeat_ngram_size: left out of answers" in note
     (note,) = answerer(folder, Sampling(repetition_penalty=1.3)).notes
     assert "config.json: no_repeat_ngram_size: left out" in note
     assert answerer(tiny).notes == []

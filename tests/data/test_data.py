@@ -23,8 +23,8 @@ def plan(global_batch_size=5, epochs=3.0, max_steps=None, seed=1):
     )
 
 
-@pytest.mark.parametrize("global_batch_size", [1, 5, 23, 40])
-@pytest.mark.parametrize("epochs", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("global_batch_size", [1, 5, 40])
+@pytest.mark.parametrize("epochs", [1.0, 3.0])
 def test_every_example_is_seen_once_an_epoch(global_batch_size, epochs):
     steps = plan(global_batch_size, epochs)
     seen = np.concatenate([steps.examples(step) for step in range(steps.total_steps)])

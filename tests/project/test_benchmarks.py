@@ -35,30 +35,29 @@ def number(cell: str) -> float:
     return float(cell.split()[0].rstrip("x%").replace(",", ""))
 
 
+TABLES = [
+    ("generation.py", "answers/s", {"accel_sft", "`generate`, 64 rows"}),
+    ("checkpoint.py", "GiB", {"waiting", "background", "save_state"}),
+    ("startup.py", "no launcher, again", {"in all", "imports of the libraries", "layout trials"}),
+]
+LONG = [
+    ("speed.py", "real tokens/s", {"accel_sft"}),
+    ("batching.py", "s a step", {"the default", "shared 16"}),
+    ("precision.py", "real tokens/s", {"fp32", "bf16, ZeRO-2"}),
+    ("hybrids.py", "times padded", {"lfm2"}),
+    ("memory.py", "USS median", {"2,000"}),
+    ("overhead.py", "lines: median", {"a step", "forward", "backward", "optimizer", "**ours**", "- gather"}),
+    ("kernels.py", "ms a step", {"matrix products", "attention", "optimizer", "ours"}),
+    ("gpu.py", "tokens/s", {"0.5B full"}),
+    ("plan_accuracy.py", "measured", {"20 million"}),
+    ("plan_accuracy.py --source images", "measured", {"qwen2_vl"}),
+    ("plan_accuracy.py --source simulated", "measured", {"0.5B"}),
+    ("significance.py", "intervals that cover it", {"rate, Wilson"}),
+]
+
+
 @pytest.mark.parametrize(
-    ("script", "heading", "rows"),
-    [
-        ("speed.py", "real tokens/s", {"accel_sft"}),
-        pytest.param(*("batching.py", "s a step", {"the default", "shared 16"}), marks=pytest.mark.long),
-        ("precision.py", "real tokens/s", {"fp32", "bf16, ZeRO-2"}),
-        pytest.param(*("hybrids.py", "times padded", {"lfm2"}), marks=pytest.mark.long),
-        ("generation.py", "answers/s", {"accel_sft", "`generate`, 64 rows"}),
-        ("checkpoint.py", "GiB", {"waiting", "background", "save_state"}),
-        pytest.param(*("memory.py", "USS median", {"2,000"}), marks=pytest.mark.long),
-        pytest.param(
-            *("overhead.py", "lines: median", {"a step", "forward", "backward", "optimizer", "**ours**", "- gather"}),
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            *("kernels.py", "ms a step", {"matrix products", "attention", "optimizer", "ours"}), marks=pytest.mark.long
-        ),
-        ("startup.py", "no launcher, again", {"in all", "imports of the libraries", "layout trials"}),
-        ("gpu.py", "tokens/s", {"0.5B full"}),
-        ("plan_accuracy.py", "measured", {"20 million"}),
-        pytest.param(*("plan_accuracy.py --source images", "measured", {"qwen2_vl"}), marks=pytest.mark.long),
-        ("plan_accuracy.py --source simulated", "measured", {"0.5B"}),
-        pytest.param(*("significance.py", "intervals that cover it", {"rate, Wilson"}), marks=pytest.mark.long),
-    ],
+    ("script", "heading", "rows"), [*TABLES, *(pytest.param(*row, marks=pytest.mark.long) for row in LONG)]
 )
 def test_benchmarks_print_their_tables(script, heading, rows, tmp_path):
     status, output, errors = run(script, folder=tmp_path)

@@ -144,8 +144,6 @@ COMMANDS = {
     "tasks": ("tasks", {}, "quick"),
     "launch-file": ("launch-file z2", {}, "zero_stage: 2"),
     "help of plan": ("plan quick --help", {}, "--gpu-memory"),
-    "help of a task": ("quick --help", {}, "--learning-rate"),
-    "help of evaluate": ("evaluate --help", {}, "quick"),
     "completion": ("", {**BASH, "COMP_WORDS": "accel-sft q", "COMP_CWORD": "1"}, "plain,quick"),
     "completion of options": ("", {**BASH, "COMP_WORDS": "accel-sft quick --le", "COMP_CWORD": "2"}, "--learning-rate"),
 }
@@ -186,12 +184,10 @@ def test_missing_rows_are_refused_without_torch(tmp_path, command):
     ("command", "named"),
     [
         ("generate runs/lost hi", "RUN_OR_MODEL 'runs/lost': no such folder"),
-        ("merge ./lost out", "RUN './lost': no such folder"),
         ("serve runs/lost", "RUN runs/lost: no such folder"),
         ("parity runs/lost --url http://127.0.0.1:9/v1", "RUN runs/lost: no run.json there"),
         ("verify runs/lost", "runs/lost: no run.json in it"),
         ("report runs/lost", "RUN runs/lost: there is no such folder"),
-        ("evaluate math --model runs/lost", "--model 'runs/lost': no such folder"),
         ("evaluate math --model org/model --base runs/lost", "--base 'runs/lost': no such folder"),
         ("math --model /lost/model", "--model '/lost/model': no such folder"),
     ],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.long]
 RECIPES = ROOT / "recipes"
 
 
@@ -35,16 +35,6 @@ def a(tmp_path):
     assert ended(record) == {"single": "complete"}
     assert "base and tuned" in printed
     assert "## Answers (20 of 20" in (folder / "base-and-tuned" / "report.md").read_text()
-
-
-def stages(tmp_path):
-    """Launches are compared, too."""
-    _, found = run("series-a", tmp_path / "a", LAUNCH="z2,z2_offload")
-    (_, record), *_ = found.items()
-    assert ended(record) == {"z2": "complete", "z2_offload": "complete"}
-    assert record["settings"][0]["launch"]["processes"] == 2
-    assert record["settings"][1]["loss_difference"]["relative"] < 0.01
-    assert any(" times the time of z" in line for line in record["findings"])
 
 
 def b(tmp_path):
@@ -75,9 +65,6 @@ def d(tmp_path):
         assert 0 < record["settings"][0]["runs"][0]["batch_share"] < 1
 
 
-LONG = [pytest.param(series, marks=pytest.mark.long) for series in (stages, b, c, d)]
-
-
-@pytest.mark.parametrize("holds", [a, *LONG])
+@pytest.mark.parametrize("holds", [a, b, c, d])
 def test_a_series_runs_to_its_tables(holds, tmp_path):
     holds(tmp_path)

@@ -86,7 +86,6 @@ class Checkout:
     [
         (None, "", "", "", [CPU]),
         ("580.65.06", "9.0", "", "", [USUAL]),
-        ("595.10", "12.0", "", "", [USUAL]),
         ("570.124.06", "9.0", "", "", [OLDER]),
         ("580.65.06", "7.0", "", "", [OLDER]),  # CUDA 13 has no kernels for Volta
         ("no answer", "no answer", "", "", [USUAL]),
@@ -102,7 +101,6 @@ class Checkout:
         ("580.65.06", "12.0", "", "2.13.0+cu126", ["uninstall", USUAL]),
         (None, "", "", "2.13.0", []),  # it has kernels for CPUs as well
         (None, "", "cpu", "2.13.0", ["uninstall", CPU]),
-        (None, "", "", "2.13.0+cpu", []),
     ],
 )
 def test_torch_is_the_build_for_driver_and_gpu(tmp_path, driver, capability, device, present, torch):

@@ -20,6 +20,16 @@ def tokenizer(tiny):
     return AutoTokenizer.from_pretrained(tiny)
 
 
+@pytest.fixture(scope="module")
+def adapter(tiny, tmp_path_factory):
+    """The folder of a LoRA adapter on the tiny model."""
+    from peft import LoraConfig
+    from weights import save_adapter
+
+    config = LoraConfig(r=12, target_modules="all-linear", task_type="CAUSAL_LM")
+    return save_adapter(tiny, tmp_path_factory.mktemp("adapter") / "lora", config)
+
+
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / ".cache"))  # hidden from what reads `tmp_path` as data

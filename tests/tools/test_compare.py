@@ -572,7 +572,7 @@ def test_a_difference_that_other_examples_may_turn_round_is_undecided(tmp_path):
     assert "learning-rate 0.0001: 0.62 (95%: 0.52 to 0.72), validation loss 0.1;" in findings[1]
     assert re.search(r"0.0003: [^;]*, no difference that 100 examples can show; [\d,]+ would; ", findings[1])
     assert re.search(r"0.001: [^;]*, worse \(-0.42, -0.\d\d to -0.\d\d\)\.", findings[1])
-    assert findings[2] == "Each is tested against the best on the same examples, corrected for 3 settings (Holm)."
+    assert findings[2] == "Each is tested against the best on the same examples, corrected for 3 settings."
 
 
 def test_seeds_are_tested_together_and_other_examples_never(tmp_path):

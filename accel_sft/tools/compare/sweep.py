@@ -142,7 +142,7 @@ def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
     more = f"; and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
     yield f"By {metric}, the best first: {'; '.join(listed[:_LISTED])}{more}."
     if tests:
-        yield f"Each is tested against the best on the same examples, corrected for {len(settings)} settings (Holm)."
+        yield f"Each is tested against the best on the same examples, corrected for {len(settings)} settings."
     if any(setting.spread is None for setting in settings):
         yield (
             "A setting was trained with one seed only, so it is not known whether such differences repeat; "
