@@ -58,7 +58,7 @@ def rows_attention(
 
     Args:
         query: (1, heads, T, D); key and value may have fewer heads.
-        decoding: computes attention in place of all this, with keys and values of its own (evaluation/live_rows.py).
+        decoding: computes attention in place of all this, with keys and values of its own (evaluation/decoder.py).
     Returns:
         (1, T, heads, D), and None for the weights, as all attention functions of transformers do.
     """

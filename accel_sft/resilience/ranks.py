@@ -107,12 +107,7 @@ def lost_ranks(attempt: Path) -> str:
     if not alive or not lost:
         return ""
     names = " and ".join(f"rank {first + number}" for number in lost)
-    was = "was" if len(lost) == 1 else "were"
-    unexplained = f"{names} ended without an error message"
-    memory = f"host memory now: {host_memory.describe()}"
-    if len(signals) < len(lost):  # the launcher has collected its exit status
-        return f"{unexplained} (the launcher's summary names the signal, if there was one); {memory}"
-    if set(signals) == {signal.SIGKILL}:
-        return f"{names} {was} killed (signal 9, which the kernel sends when memory runs out); {memory}"
+    # without a signal there was none, or the launcher has collected the exit status
     ended_by = " and ".join(signal.Signals(number).name for number in sorted({*signals} - {0}))
-    return f"{names} {was} ended by {ended_by}; any output is in the run's logs" if ended_by else unexplained
+    how = f"by {ended_by}" if ended_by else "without an error message (the launcher's summary may name a signal)"
+    return f"{names} ended {how}; host memory now: {host_memory.describe()}"

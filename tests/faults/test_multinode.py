@@ -76,7 +76,7 @@ socket.gethostname = lambda: "machine-" + rank
 os.environ["TORCHELASTIC_ERROR_FILE"] = str(run_dir.path / f"machine-{rank}" / "0" / "error.json")
 Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.mkdir(parents=True)
 peers.POLL_SECONDS = peers.EXPLAIN_SECONDS = watchdog.FAILED_SECONDS = 0.1
-with exit.ExitHandler(), watchdog.Watchdog(int(sys.argv[2]), run_dir):
+with exit.ExitHandler(), watchdog.Watchdog(0, run_dir):
     while len(peers.joined()._lines) < (2 if rank == "0" else 1):
         time.sleep(0.05)
     if rank == "0":
@@ -91,19 +91,18 @@ with exit.ExitHandler(), watchdog.Watchdog(int(sys.argv[2]), run_dir):
 
 
 @pytest.mark.parametrize(
-    ("ends", "hang_timeout", "message"),
+    ("ends", "message"),
     [
-        ("os.kill(os.getpid(), 9)", "0", "ended without an error message, or its machine was lost"),
-        pytest.param("raise UserError('out of memory')", "600", "out of memory; continue with", marks=LONG),
+        ("os.kill(os.getpid(), 9)", "ended without an error message, or its machine was lost"),
+        pytest.param("raise UserError('out of memory')", "out of memory; continue with", marks=LONG),
     ],
-    ids=["killed", "with an error"],
 )
-def test_rank_in_c_names_the_failed_rank_of_another_machine(tmp_path, ends, hang_timeout, message):
+def test_rank_in_c_names_the_failed_rank_of_another_machine(tmp_path, ends, message):
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1"}
     (tmp_path / "logs").mkdir()
     program = MACHINES_OF_ONE_RANK.replace("ENDS", ends)
-    done = scripts.run(program, tmp_path, hang_timeout, **world, RANK="0", LOCAL_RANK="0")
+    done = scripts.run(program, tmp_path, **world, RANK="0", LOCAL_RANK="0")
     assert done.returncode == 1
     assert f"Error: rank 2 on machine-2: {message}" in done.stdout
     assert f"rank 2 on machine-2: {message}" in json.loads((tmp_path / "result.json").read_text())["error"]
@@ -135,6 +134,7 @@ sys.stdin.read()
 """
 
 
+@LONG
 def test_lost_machine_is_noticed_even_with_its_store(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -225,26 +225,8 @@ def job_of_slurm(folder, **more):
     return subprocess.Popen(["bash", "-c", script], cwd=ROOT, env=environment)
 
 
-@pytest.mark.parametrize(("ended", "again"), [("interrupted 1", True), ("failed 1", False), ("complete 0", False)])
+@pytest.mark.parametrize(("ended", "again"), [("interrupted 1", True), ("failed 1", False)])
 def test_slurm_job_is_requeued_only_after_a_signal(tmp_path, ended, again):
     assert job_of_slurm(tmp_path, ENDED=ended).wait() == int(ended[-1])
     assert (tmp_path / "srun").read_text() == "64 540\n"
     assert (tmp_path / "requeued").exists() == again
-
-
-@LONG
-def test_slurm_job_continues_after_its_time_limit(launched, tmp_path):
-    job = job_of_slurm(tmp_path)
-    try:
-        wait_for(lambda: steps_done(tmp_path / "run") >= 5)
-        for task in map(int, (tmp_path / "tasks").read_text().split()):  # as --signal=TERM@600 does
-            for process in [psutil.Process(task), *psutil.Process(task).children(recursive=True)]:
-                process.terminate()
-        assert job.wait() == 1
-        assert (tmp_path / "requeued").read_text() == "requeue 7\n"
-        (tmp_path / "requeued").unlink()
-        assert job_of_slurm(tmp_path).wait() == 0, (tmp_path / "0.log").read_text()
-        assert not (tmp_path / "requeued").exists()
-    finally:
-        job.kill()
-    has_the_curve_of_one_machine(launched, tmp_path / "run")
