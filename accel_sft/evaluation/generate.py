@@ -131,10 +131,9 @@ class Generator:
         if self.accelerator.is_main_process:
             self.log(self.message)
 
-    def stream(self, prompt: list[int], max_new_tokens: int, streamer: Any) -> list[int]:
+    def stream(self, prompt: list[int], max_new_tokens: int, streamer: Any) -> None:
         """Generate one answer by transformers' `generate`, each token of it to `streamer`; needs whole weights here."""
-        (answer,), _ = self._generate([prompt], max_new_tokens, streamer=streamer)
-        return answer
+        self._generate([prompt], max_new_tokens, streamer=streamer)
 
     def _ends(self) -> set[int]:
         return end_of_turn_ids(self.tokenizer, self.model.generation_config)

@@ -299,21 +299,6 @@ def test_config_files_are_settings_or_refused_by_option(count, tmp_path):
     holds(count, st.tuples(yaml_files, st.sampled_from([b"", codecs.BOM_UTF8])), check)
 
 
-@counts
-def test_command_lines_are_settings_or_refused_by_option(count):
-    def check(values):
-        config = built(*(f"{flag}={value}" for flag, value in values.items()))
-        if isinstance(config, TrainConfig):
-            assert config.problems() == []
-        elif isinstance(config, UserError):  # else click's own, of a switch that takes no value
-            one_line_each(config, "--", 1000)
-            assert all(line.split()[0].rstrip(":") in values for line in config.problems), config.problems
-
-    flags = st.sampled_from([flag for flag in FLAGS if not flag.startswith("--config")])
-    given = texts | st.integers().map(str) | st.floats().map(str)
-    holds(count, st.dictionaries(flags, given, max_size=4), check)
-
-
 def test_values_that_hold_themselves_are_refused_at_once(tmp_path):
     path = tmp_path / "config.yaml"
     lines = ["a0: &a0 [x]", *(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]" for n in range(9)), "seed: *a9"]

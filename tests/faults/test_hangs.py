@@ -7,7 +7,6 @@ import re
 import signal
 import time
 
-import fake_plugins
 import psutil
 import pytest
 import scripts
@@ -34,24 +33,17 @@ STUCK = '''
 import os, time
 from dataclasses import dataclass
 from pathlib import Path
-from accel_sft_math import Math as Shipped
+from accel_sft_math import Math
 
 @dataclass(kw_only=True)
-class Stuck(Shipped):
+class Stuck(Math):
     """Math that never comes back on the last rank."""
 
-    def dataset(self, split):
-        self.stand("dataset")
-        return super().dataset(split)
-
     def score(self, example, text):
-        self.stand("score")
-        return super().score(example, text)
-
-    def stand(self, method):
-        if os.environ.get("RANK", "1") == "1" and os.environ["STUCK_IN"] == method:
-            Path("BEGAN").touch()
+        if os.environ["RANK"] == "1":
+            Path(__file__).with_name("began").touch()
             self.ponder()
+        return super().score(example, text)
 
     def ponder(self):
         while True:
@@ -59,23 +51,15 @@ class Stuck(Shipped):
 '''
 
 
-def stuck(folder, method):
-    """How to launch a job in which the last rank never comes back from this method of its task."""
-    (folder / "site").mkdir()
-    source = STUCK.replace("BEGAN", str(folder / "began"))
-    fake_plugins.install(folder / "site", "accel-sft-stuck", "stuck = accel_sft_stuck:Stuck", source)
-    return {"PYTHONPATH": str(folder / "site"), "STUCK_IN": method}
-
-
-@pytest.mark.parametrize(("method", "yaml"), [("score", "z2"), pytest.param("dataset", "ddp", marks=LONG)])
-def test_hanging_rank_is_named_with_place_and_stack(tmp_path, method, yaml):
-    options = {"yaml": yaml, "launcher": ("--mixed_precision", "no"), "real": True, "run_dir": tmp_path / "run"}
-    run = accel_sft("stuck", *JOB, environment=stuck(tmp_path, method), **options)
+def test_hanging_rank_is_named_with_place_and_stack(tmp_path):
+    (tmp_path / "stuck.py").write_text(STUCK)
+    options = {"yaml": "z2", "launcher": ("--mixed_precision", "no"), "real": True, "run_dir": tmp_path / "run"}
+    run = accel_sft(f"{tmp_path}/stuck.py:Stuck", *JOB, **options)
     took = time.time() - (tmp_path / "began").stat().st_mtime
     assert run.status == 1
     said = " ".join(run.output.split())
     assert "rank 1 is stuck in ponder (" in said
-    assert "accel_sft_stuck.py:" in said
+    assert "/stuck.py:" in said
     assert "continue with --resume auto" in said
     assert "rank 0 is stuck" not in said
     assert took < TIMEOUT + PAST

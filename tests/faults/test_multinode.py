@@ -170,10 +170,6 @@ def test_two_machines_restart_after_one_lost_its_rank(launcher, launched, tmp_pa
     said = (tmp_path / "run-0.log").read_text()
     assert ends == [0, 0], said + (tmp_path / "run-1.log").read_text()
     assert "resumed" in said
-    has_the_curve_of_one_machine(launched, run_dir)
-
-
-def has_the_curve_of_one_machine(launched, run_dir):
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == STEPS
@@ -191,42 +187,27 @@ def test_machines_that_differ_in_a_librarys_version_are_named():
 
 SLURM = re.search(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", (DOCS / "multinode.md").read_text(), re.S)[1]
 SRUN = """#!/bin/bash
-# srun --kill-on-bad-exit=1 COMMAND: a task on each of two nodes, which signals of the job reach, but not its script
 echo "$SRUN_CPUS_PER_TASK $TORCH_ELASTIC_SHUTDOWN_TIMEOUT" > HERE/srun
-if [ -n "$ENDED" ]; then
-    echo "{\\"status\\": \\"${ENDED% *}\\"}" > HERE/run/result.json
-    exit ${ENDED#* }
-fi
-SLURM_NODEID=0 "${@:2}" > HERE/0.log 2>&1 & first=$!
-SLURM_NODEID=1 "${@:2}" > HERE/1.log 2>&1 & second=$!
-echo $first $second > HERE/tasks
-wait $first && wait $second
+echo "{\\"status\\": \\"${ENDED% *}\\"}" > HERE/run/result.json
+exit ${ENDED#* }
 """
 SCONTROL = """#!/bin/bash
 if [ "$1" = show ]; then echo 127.0.0.1; echo 127.0.0.2; else echo "$@" > HERE/requeued; fi
 """
 
 
-def job_of_slurm(folder, **more):
-    """The script of the documentation, for two machines with a rank each, started as sbatch would."""
-    (folder / "bin").mkdir(exist_ok=True)
-    (folder / "run").mkdir(exist_ok=True)
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (folder / "bin" / name).write_text(text.replace("HERE", str(folder)))
-        (folder / "bin" / name).chmod(0o755)
-    script = SLURM.replace("8 * SLURM_NNODES", "SLURM_NNODES").replace("29500", PORT)
-    script = script.replace("/shared/runs/math", str(folder / "run")).replace(
-        "--max_restarts 3", "--mixed_precision no"
-    )
-    script = script.replace("-m accel_sft math", f"-m accel_sft {' '.join(JOB)}")
-    path = os.pathsep.join((str(folder / "bin"), str(SCRIPTS), os.environ["PATH"]))
-    slurm = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "64"}
-    environment = {**os.environ, **slurm, "PATH": path, **more}
-    return subprocess.Popen(["bash", "-c", script], cwd=ROOT, env=environment)
-
-
 @pytest.mark.parametrize(("ended", "again"), [("interrupted 1", True), ("failed 1", False)])
 def test_slurm_job_is_requeued_only_after_a_signal(tmp_path, ended, again):
-    assert job_of_slurm(tmp_path, ENDED=ended).wait() == int(ended[-1])
+    """The script of the documentation, started as sbatch would."""
+    for name in ("bin", "run"):
+        (tmp_path / name).mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / "bin" / name).write_text(text.replace("HERE", str(tmp_path)))
+        (tmp_path / "bin" / name).chmod(0o755)
+    script = SLURM.replace("/shared/runs/math", str(tmp_path / "run"))
+    path = os.pathsep.join((str(tmp_path / "bin"), str(SCRIPTS), os.environ["PATH"]))
+    slurm = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "64"}
+    environment = {**os.environ, **slurm, "PATH": path, "ENDED": ended}
+    assert subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment).returncode == int(ended[-1])
     assert (tmp_path / "srun").read_text() == "64 540\n"
     assert (tmp_path / "requeued").exists() == again

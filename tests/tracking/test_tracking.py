@@ -380,12 +380,25 @@ def test_gpu_reading_that_is_missing_costs_no_other(known):
     answers = {"MemoryInfo": types.SimpleNamespace(used=2**30), "UtilizationRates": types.SimpleNamespace(gpu=77)}
     given = {"memory": "MemoryInfo", "percent": "UtilizationRates"}.get(known)
     driver = Nvml(Samples=None, **{name: answer if name == given else None for name, answer in answers.items()})
-    driver.NVML_GPU_UTILIZATION_SAMPLES = 1
     sampler = SystemSampler(torch.device("cpu"), print)
     sampler._nvml = driver, None
     read = sampler.sample()
     assert math.isnan(read.gpu_memory_gib) == (known != "memory")
     assert math.isnan(read.gpu_percent) == (known != "percent")
+
+
+def test_gpu_use_is_the_mean_since_the_last_reading():
+    def samples(*uses):
+        readings = [types.SimpleNamespace(uiVal=use) for use in uses]
+        return 1, [types.SimpleNamespace(timeStamp=at, sampleValue=value) for at, value in enumerate(readings, 1)]
+
+    driver = Nvml(MemoryInfo=None, Samples=samples(0, 100, 20), UtilizationRates=types.SimpleNamespace(gpu=77))
+    sampler = SystemSampler(torch.device("cpu"), print, seconds_between=0.0)
+    sampler._nvml = driver, None
+    assert sampler.sample().gpu_percent == 40.0
+    assert sampler.sample().gpu_percent == 77.0  # no new sample: what the driver says of this moment
+    driver.answers["Samples"] = samples(0, 100, 20, 10, 20)
+    assert sampler.sample().gpu_percent == 15.0
 
 
 def test_means_and_peaks_leave_out_the_first_sample():

@@ -6,11 +6,9 @@ import contextlib
 import math
 import re
 import time
-import types
 
 import pytest
 from conftest import accel_sft
-from fake_nvml import Nvml
 from places import SUPPORT
 from reference_job import FP32, ONCE
 
@@ -144,43 +142,3 @@ def test_rank_that_waits_for_a_slow_rank_says_so(tmp_path, yaml):
     said = re.findall(r"rank (\d) waits for rank (\d) for (\d+)% of a step or longer", " ".join(run.output.split()))
     assert [line[:2] for line in said] == ([] if yaml == "z3" else [("0", "1")])  # where it is not measured
     assert all(int(share) > 10 for *_, share in said)
-
-
-class Meter(Nvml):
-    """NVML of a GPU that keeps samples of its use, as pynvml gives them."""
-
-    NVML_GPU_UTILIZATION_SAMPLES = 1
-
-    def __init__(self):
-        super().__init__()
-        self.samples = []
-
-    def nvmlDeviceGetMemoryInfo(self, handle):
-        return types.SimpleNamespace(used=2**30)
-
-    def nvmlDeviceGetSamples(self, handle, kind, since):
-        readings = [
-            types.SimpleNamespace(timeStamp=at, sampleValue=types.SimpleNamespace(uiVal=use))
-            for at, use in self.samples
-            if at > since
-        ]
-        if not readings:
-            raise self.NVMLError("Not Found")
-        return 1, readings
-
-    def nvmlDeviceGetUtilizationRates(self, handle):
-        return types.SimpleNamespace(gpu=77)
-
-
-def test_gpu_use_is_the_mean_since_the_last_reading():
-    import torch
-
-    from accel_sft.tracking.system import SystemSampler
-
-    sampler, meter = SystemSampler(torch.device("cpu"), print, seconds_between=0.0), Meter()
-    sampler._nvml = meter, None
-    meter.samples = [(1, 0), (2, 100), (3, 20)]
-    assert sampler.sample().gpu_percent == 40.0
-    assert sampler.sample().gpu_percent == 77.0  # no new sample: what the driver says of this moment
-    meter.samples += [(4, 10), (5, 20)]
-    assert sampler.sample().gpu_percent == 15.0
