@@ -23,8 +23,7 @@ from stopping import JOB, LAUNCHES, ranks, started, steps_done, whole
 from accel_sft.io import lock
 
 LONG = pytest.mark.long
-# once the launcher has reaped a rank, nobody else can read the signal
-LOST = r"rank 1 ended (by SIGKILL|without an error message \(the launcher's .*\)); host memory now: "
+LOST = r"rank 1 ended without an error message \(the launcher's .*\); host memory now: "
 
 
 def same_end(run, run_dir):
@@ -152,25 +151,6 @@ with signals.StopSignals() as stopping:
 )
 def test_a_second_signal_ends_at_once(echo_seconds, launch, status):
     assert scripts.run(TWICE, echo_seconds, RANK="0", **launch).returncode == status
-
-
-WAITING = """
-import datetime
-from torch.distributed import TCPStore
-
-store = TCPStore("127.0.0.1", 0, is_master=True, timeout=datetime.timedelta(seconds=100), wait_for_workers=False)
-with signals.StopSignals():
-    print("waits", flush=True)
-    store.get("what a rank that was killed would have set")
-"""
-
-
-def test_rank_waiting_for_a_missing_one_hears_signals():
-    with scripts.started(WAITING, TORCHELASTIC_RUN_ID="one") as process:
-        assert process.stdout.readline() == "waits\n"
-        time.sleep(0.5)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(limit(20)) == 128 + signal.SIGTERM
 
 
 IMPATIENT = """
