@@ -90,13 +90,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def save(self, state: dict[str, Any], extra: shards.Extra | None = None, *, wait: bool = False) -> Path:
         """Begin the step's checkpoint: the trained parameters, their optimizer state and `state`; all ranks call it.
 
-        Frozen weights are left out, since the run's source has them. There is no random state to save: a step's random
-        state is made from the seed, the step and the rank.
-
-        Args:
-            state: JSON-serializable, with the key `step`; the caller must not change it afterwards.
-            extra: further tensors that training needs, equal on all ranks.
-            wait: whether to return only when the checkpoint is complete; then no host memory is used for a copy.
+        A step's random state is made from the seed, the step and the rank, so there is none to save. `state` is JSON
+        with the key `step`, and must not change afterwards; `extra` are further tensors, equal on all ranks. With
+        `wait` the checkpoint is complete when this returns, and no host memory is used for a copy.
         """
         self._finish_checkpoint()
         accelerator, averages = self.accelerator, self.averages
@@ -110,7 +106,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         if first:
             on_gpu = accelerator.device.type == "cuda"
             size = copy_bytes(self.model, self.launch, averaged=averages is not None, on_gpu=on_gpu)
-            self._has_room = self._room_for(size, "what is saved", "checkpoints")
+            self._has_room = self._room_for(size, "what is saved")
             self._memory = shards.HostCopy() if self._has_room else None
         partial = target.with_name(f".{target.name}.partial")
         if accelerator.is_main_process:
@@ -133,20 +129,19 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def has_room_for(self, weights: Mapping[str, torch.Tensor]) -> bool:
         """Whether host memory has room for a copy of rank 0's `weights` to export; all ranks call this."""
         size = sum({id(tensor): tensor.nbytes for tensor in weights.values()}.values())
-        return self._room_for(size if self.accelerator.is_main_process else 0, "exported weights", "they")
+        return self._room_for(size if self.accelerator.is_main_process else 0, "exported weights")
 
-    def _room_for(self, size: float, what: str, waited_for: str) -> bool:
+    def _room_for(self, size: float, what: str) -> bool:
         """Whether every rank's host memory has room for this copy plus a third of the copy's size."""
         free, reason = host_memory.free_bytes(), None
         if free < size * 4 / 3:
             reason = f"host memory: a copy of {what} takes {_shown(size)}, and {_shown(free)} are free"
         if reason := first_reason(reason):
-            self.log(f"{reason}: training waits while {waited_for} are written")
+            self.log(f"{reason}: training waits for such writes")
         return reason is None
 
     def export(self, write: Callable[[], None] | None) -> None:
-        """Run `write`, which makes a complete folder, in the background; all ranks call this, after `finish`. Ranks
-        without files to write pass None."""
+        """Run `write`, which makes a complete folder, in the background; all ranks call this, after `finish`."""
         self._export = self._submit(write or (lambda: None))
 
     def finish(self) -> None:
@@ -196,8 +191,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def _write(
         self, write: Callable[..., manifest.Entries], pieces: Iterable[shards.Piece], partial: Path
     ) -> manifest.Entries:
-        """Write this rank's files, after any export has succeeded; ranks other than 0 also write the sizes and
-        SHA-256."""
+        """Write this rank's files, after any export has succeeded, and for rank 0 their sizes and SHA-256."""
         if self._export is not None:
             self._export.result()
         files = write(pieces)
@@ -235,12 +229,9 @@ def check_disk(
     def check() -> None:
         size, free = checkpoint_bytes(model, averaged=averaged), shutil.disk_usage(run_dir.path).free
         if free < size * checkpoints + (spare := min(size // 3, MOST_SPARE_BYTES)):
-            what = "a checkpoint takes" if checkpoints == 1 else f"{checkpoints} checkpoints take"
-            fix = "or --save-every off" if checkpoints == 1 else "or lower --keep-checkpoints"
-            raise UserError(
-                f"{run_dir}: {what} {_shown(size * checkpoints)}, other files {_shown(spare)}, and {_shown(free)} are "
-                f"free; free space (then --resume auto), {fix}"
-            )
+            needs = f"checkpoints need {checkpoints} x {_shown(size)}, other files {_shown(spare)}"
+            fix = "free space (then --resume auto), or lower --keep-checkpoints"
+            raise UserError(f"{run_dir}: {needs}, and {_shown(free)} are free; {fix}")
 
     decided_by_main(accelerator, check)  # other machines may not see the folder yet
 

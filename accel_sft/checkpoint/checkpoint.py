@@ -26,8 +26,7 @@ from accel_sft.launch.precision import type_in_files
 
 
 def settle(run_dir: RunDir) -> None:
-    """Clean up after a kill: restore an old folder if its replacement was not in place yet, and remove half-written
-    files and folders."""
+    """Clean up after a kill: restore a folder whose replacement was not in place yet, remove what is half-written."""
     for folder in (run_dir.path, run_dir.checkpoints, run_dir.samples):
         for temporary in abandoned(folder):
             temporary.unlink()
@@ -108,14 +107,9 @@ def export(
     dtype: torch.dtype | None = None,
     base: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> None:
-    """Write all weights for plain transformers, or an adapter alone for peft, with tokenizer and model card.
-
-    Args:
-        beside: files to copy into the folder.
-        behind: if given, writes in the background from a copy in host memory, if there is room for a copy.
-        dtype: the type that weights are rounded to, independent of the launch's precision; None: not rounded.
-        base: for full weights, the config.json of the model they were trained from.
-    """
+    """Write all weights for plain transformers, or an adapter alone for peft, with tokenizer, model card and the files
+    `beside`. `behind` writes in the background, if host memory has room for a copy. Weights are rounded to `dtype`;
+    `base` is the config.json of the model that full weights were trained from."""
     if behind:
         behind.finish()
     unwrapped, main = accelerator.unwrap_model(model), accelerator.is_main_process

@@ -93,11 +93,8 @@ class Averages:
             average.lerp_(flat(tensor).float(), 1 - decay)
 
     def put_in(self) -> None:
-        """Have the model compute with the averages until `take_out`, which restores every bit; all ranks call it.
-
-        Under DeepSpeed the averages, instead of the float32 copies, are copied to the forwards' weights. On other
-        backends weights and averages are swapped, one tensor at a time.
-        """
+        """Have the model compute with the averages until `take_out`, which restores every bit; all ranks call it. Under
+        DeepSpeed they are copied to the forwards' weights, elsewhere swapped with the weights, one tensor at a time."""
         masters = []
         for partition, average in zip(self._partitions(), self.tensors, strict=True):
             if partition.copied:

@@ -69,7 +69,6 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
                 total_steps=prepared.plan.total_steps,
                 main_metric=task.main_metric,
                 terminal=terminal.terminal(),
-                offloaded=[what for what in ("optimizer", "param") if launch.offload(what) != "none"],
             ) as tracker:
                 for line in (*prepared.lines, *_warnings(accelerator, task_name, prepared)):
                     tracker.log(line)

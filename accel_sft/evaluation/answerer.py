@@ -25,8 +25,7 @@ from accel_sft.models.tokenizer import GivenTemplate, left_out, load_processor, 
 
 
 class Prompt(NamedTuple):
-    """A conversation to be answered: turns whose contents are texts with a mark for each image, and what goes with
-    them."""
+    """A conversation to be answered; contents of its turns have a mark for each image."""
 
     turns: Turns
     images: tuple[Picture, ...] = ()
@@ -44,12 +43,8 @@ class Answer(NamedTuple):
 
 
 class Answerer:
-    """A loaded model that answers conversations, many at once or one token by token. It runs in one process.
-
-    Args:
-        config: `thinking`, `template_date`, `control_tokens`, `eval_batch_size`, and the settings for loading weights.
-        raw: whether the only turn's text is gone on with, as the model was trained on raw text.
-    """
+    """A loaded model that answers conversations, many at once or one token by token. It runs in one process. With
+    `raw`, for a model trained on raw text, the last turn's text is continued without a template."""
 
     def __init__(
         self,
@@ -128,10 +123,8 @@ class Answerer:
         return [self._answer(prompt.turns, ids[index], prompt.tools) for index, prompt in enumerate(prompts)]
 
     def stream(self, turns: Turns, max_new_tokens: int, write: Callable[[str], None]) -> Answer:
-        """Answer one conversation. The answer's text, thinking included, goes to `write` as it is generated.
-
-        KeyboardInterrupt ends the generation; the answer is then what was generated so far.
-        """
+        """Answer one conversation; the text, thinking included, goes to `write` as it is generated. KeyboardInterrupt
+        ends the answer there."""
         prompt = self.encode(Prompt(turns), max_new_tokens).input_ids[:-1]
         streamer = _Streamer(self.tokenizer, write)
         try:

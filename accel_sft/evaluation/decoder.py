@@ -1,13 +1,14 @@
 """Decodes greedily, with one KV cache for the rows' common prefix; a row that ends leaves its place to the next."""
 
+import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
-from accel_sft.evaluation.live_rows import Attention, Group, Row, States
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.models.architecture import arguments
 from accel_sft.models.prefix_attention import install, sdpa_attention_forward
@@ -18,6 +19,192 @@ ADMITTED_AT = 16
 """New rows are read once one in this many places is free: each time, they make one more group."""
 MOST_GROUPS = 8
 """Attention is computed by group: more of them have less padding, and more calls of small kernels."""
+
+GROWTH = 32
+"""Number of tokens by which a KV cache grows; growing it for every token would copy all of it every time."""
+
+States = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of a layer, (rows, key heads, columns, D)."""
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """A prompt's tokens after the prefix, at least one, and its answer so far, whose last token is yet to be read."""
+
+    prompt: Sequence[int]
+    answer: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def read(self) -> int:
+        """Number of tokens after the prefix in the KV cache, between two forwards."""
+        return len(self.prompt) + len(self.answer) - 1 if self.answer else 0
+
+
+class Group:
+    """Rows whose keys and values stand in the same buffers. Each row ends at the column that all write next; a shorter
+    one begins with padding, to which it does not attend. The buffers have spare columns, and spare rows once rows have
+    left."""
+
+    def __init__(self, rows: Sequence[Row], layers: dict[int, States], begin: int, end: int) -> None:
+        self.rows, self.layers, self.begin, self.end = [*rows], layers, begin, end
+        self.unseen: torch.Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Number of columns of the longest row."""
+        return self.end - self.begin
+
+    def padding_with(self, other: "Group") -> int:
+        """Number of columns of padding that joining the groups would add."""
+        narrow, wide = sorted((self, other), key=lambda group: group.width)
+        return len(narrow.rows) * (wide.width - narrow.width)
+
+    def joined(self, other: "Group") -> "Group":
+        """Both groups as one; their own buffers are freed."""
+        width, layers = max(self.width, other.width), {}
+        for index in [*self.layers]:
+            pairs = zip(self._taken(index), other._taken(index), strict=True)
+            # padded with zeros: uninitialised memory may hold NaN, which a mask does not remove
+            fitted = ([pad(part, (0, 0, width - part.shape[2], GROWTH)) for part in pair] for pair in pairs)
+            keys, values = (torch.cat(parts) for parts in fitted)
+            layers[index] = keys, values
+        return Group([*self.rows, *other.rows], layers, 0, width)
+
+    def _taken(self, index: int) -> list[torch.Tensor]:
+        return [buffer[: len(self.rows), :, self.begin : self.end] for buffer in self.layers.pop(index)]
+
+    def drop(self, rows: Collection[Row]) -> None:
+        """Let rows leave; the last of the others take their places in the buffers."""
+        count = len(self.rows) - sum(row in rows for row in self.rows)
+        free = [place for place, row in enumerate(self.rows[:count]) if row in rows]
+        moved = [place for place, row in enumerate(self.rows) if place >= count and row not in rows]
+        for place, last in zip(free, moved, strict=True):
+            self.rows[place] = self.rows[last]
+        del self.rows[count:]
+        for buffers in self.layers.values() if free else ():
+            for buffer in buffers:
+                buffer[free] = buffer[moved]
+        self.begin = self.end - max((row.read for row in self.rows), default=0)
+
+    def make_room(self, device: torch.device) -> None:
+        """Prepare for the next token of each row."""
+        if self.layers and self.end == next(iter(self.layers.values()))[0].shape[2]:
+            for index in [*self.layers]:
+                keys, values = (pad(states, (0, 0, 0, GROWTH)) for states in self._taken(index))
+                self.layers[index] = keys, values
+            self.begin, self.end = 0, self.width
+        self.end += 1
+        padding = [self.width - 1 - row.read for row in self.rows]
+        self.unseen = None
+        if any(padding):
+            columns = torch.arange(self.width, device=device)
+            self.unseen = (columns < torch.tensor(padding, device=device)[:, None])[:, None, None]  # (B, 1, 1, W)
+
+    def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
+        """Write the keys and values of a token of each row, (B, key heads, D); returns those of all tokens."""
+        states_so_far = []
+        for buffer, states in zip(self.layers[index], (keys, values), strict=True):
+            buffer[: len(self.rows), :, self.end - 1] = states
+            states_so_far.append(buffer[: len(self.rows), :, self.begin : self.end])
+        return states_so_far
+
+
+class Attention:
+    """Attention of one forward: first a token of each row of some groups, then the prompts of a new group.
+
+    No token is padded outside of attention: all stand in one sequence, one row's after the other's. All rows see the
+    keys and values of the prefix, if there is one: `before` has them by layer, (1, key heads, P, D).
+    """
+
+    def __init__(
+        self, groups: Sequence[Group], new: Sequence[Row], before: dict[int, States], device: torch.device
+    ) -> None:
+        self.groups, self.before = groups, before
+        for group in groups:
+            group.make_room(device)
+        self.live = sum(len(group.rows) for group in groups)
+        if new:
+            self._lay_out([len(row.prompt) for row in new], device)
+            self.new = Group(new, {}, 0, self.longest)
+
+    def _lay_out(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.longest = longest = max(lengths)
+        length = torch.tensor(lengths, device=device)[:, None]
+        column = torch.arange(longest, device=device)
+        padding = longest - length
+        first = length.cumsum(0) - length  # of each row's tokens
+        # (B, T): which token stands there; where padding does, any one
+        self.cut = first + (column - padding).clamp(min=0)
+        self.back = torch.nonzero((column >= padding).flatten())[:, 0]
+        own = (column >= padding)[:, None] & (column <= column[:, None]) | (column == column[:, None])  # (B, T, T)
+        prefix = next(iter(self.before.values()))[0].shape[2] if self.before else 0
+        self.mask = torch.cat([own.new_ones(len(lengths), longest, prefix), own], dim=-1)[:, None]
+
+    def __call__(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        """Attention of a layer: query (1, heads, N, D), key and value with fewer heads or as many; (1, N, heads, D)."""
+        query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))  # (N, heads, D)
+        key, value = as_attended(key), as_attended(value)
+        parts = []
+        if self.live:
+            live = query[: self.live], key[: self.live], value[: self.live]
+            parts.append(self._live(module.layer_idx, *live, scaling))
+        if len(query) > self.live:
+            query, key, value = (states[self.live :] for states in (query, key, value))
+            parts.append(self._prompts(module, query, key, value, scaling))
+        return torch.cat(parts)[None]
+
+    def _prompts(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        query, key, value = (states[self.cut].transpose(1, 2) for states in (query, key, value))  # (B, heads, T, D)
+        self.new.layers[module.layer_idx] = pad(key, (0, 0, 0, GROWTH)), pad(value, (0, 0, 0, GROWTH))
+        if self.before:
+            copies = (states.expand(len(query), -1, -1, -1) for states in self.before[module.layer_idx])
+            key, value = (torch.cat(both, dim=2) for both in zip(copies, (key, value), strict=True))
+        output, _ = sdpa_attention_forward(module, query, key, value, self.mask, scaling=scaling, is_causal=False)
+        return output.flatten(0, 1)[self.back]
+
+    def _live(
+        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        """Attention of one query per row. One matrix product over all rows uses the prefix's only copy; copies for
+        every row would have to be read from memory for every token."""
+        count, heads, size = query.shape
+        query = (query * (size**-0.5 if scaling is None else scaling)).reshape(count, key.shape[1], -1, size)
+        before = self.before.get(index)
+        shared = _by_head(query, before[0][0].mT) if before else None  # (B, key heads, heads / key heads, P)
+        prefix, at, outputs, weighed = before[0].shape[2] if before else 0, 0, [], []
+        for group in self.groups:
+            rows = slice(at, at + len(group.rows))
+            at = rows.stop
+            keys, values = group.write(index, key[rows], value[rows])
+            scores = query[rows] @ keys.mT
+            if group.unseen is not None:
+                scores.masked_fill_(group.unseen, -torch.inf)
+            if shared is not None:
+                scores = torch.cat([shared[rows], scores], dim=-1)
+            weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+            outputs.append(weights[..., prefix:] @ values)
+            weighed.append(weights[..., :prefix])
+        output = torch.cat(outputs)
+        if before:
+            output = output + _by_head(torch.cat(weighed), before[1][0])
+        return output.reshape(count, heads, -1)
+
+
+def as_attended(states: torch.Tensor) -> torch.Tensor:
+    """Cast keys or values to the type that attention computes in. Under autocast, rotary positions make keys float32;
+    without this cast, attention would cast the whole KV cache again for every token."""
+    kind = states.device.type
+    return states.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else states
+
+
+def _by_head(rows: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """(B, H, G, N) times the one (H, N, M) of all rows -> (B, H, G, M)."""
+    count, heads, groups, size = rows.shape
+    return (rows.transpose(0, 1).reshape(heads, -1, size) @ shared).view(heads, count, groups, -1).transpose(0, 1)
 
 
 class Decoder:
@@ -48,18 +235,15 @@ class Decoder:
         return [row for group in self.groups for row in group.rows]
 
     def forward(self, new: Sequence[Row] = ()) -> torch.Tensor:
-        """Read the last token of each live row, and the prompts of new rows, which are live then; there must be a row.
-
-        Returns:
-            Logits of each live row's next token, (rows, vocabulary).
-        """
+        """Read the last token of each live row, and the prompts of new rows, which are live then. Returns logits of
+        each live row's next token, (rows, vocabulary); there must be a row."""
         live = self.live
         tokens = [[row.answer[-1]] for row in live] + [[*row.prompt] for row in new]
         first = [self.length + row.read for row in live] + [self.length] * len(new)
         positions = [at + place for at, of_row in zip(first, tokens, strict=True) for place in range(len(of_row))]
         lasts = torch.tensor([*itertools.accumulate(map(len, tokens))], device=self.device) - 1
         ids = torch.tensor([[*itertools.chain(*tokens)]], device=self.device)
-        attention = Attention(self.groups, new, self.before, sdpa_attention_forward, self.device)
+        attention = Attention(self.groups, new, self.before, self.device)
         output = self.model(
             input_ids=ids,
             position_ids=torch.tensor([positions], device=self.device),
@@ -90,10 +274,8 @@ class Decoder:
     ) -> Iterator[Row]:
         """Yield each row as soon as its answer has ended: its most likely tokens, up to the first of `ends`.
 
-        Args:
-            rows: start with those that take longest, so that none is left alone.
-            places: number of rows that are live at once.
-            go_on: called before each forward with whether this rank has rows left; returns whether any rank has.
+        The first of the rows should be those that take longest; so many `places` are live at once. `go_on` is called
+        before each forward with whether this rank has rows left, and returns whether any rank has.
         """
         # those that start at once are read with others of their length
         waiting = deque([*sorted(rows[:places], key=lambda row: -len(row.prompt)), *rows[places:]])

@@ -3,9 +3,11 @@
 It uses the standard library: the versions of huggingface_hub that `pyproject.toml` allows bring two different clients.
 """
 
+import contextlib
+import copy
 import dataclasses
 import http.client
-import ipaddress
+import itertools
 import json
 import math
 import os
@@ -30,10 +32,10 @@ RETRIES, PAUSE_SECONDS, LONGEST_PAUSE = 4, 1.0, 60.0
 AT_ONCE = 8
 """Requests under way at the same time: servers answer several as fast as one."""
 _BUSY = (429, 500, 502, 503, 504)
-_OPTIONAL = "logprobs", "top_logprobs"
-"""Keys of a request without which an answer is still an answer. A server that refuses them is asked without them."""
 _LIMIT, _NEWER_LIMIT = "max_tokens", "max_completion_tokens"
 """Keys of the largest number of an answer's tokens: some servers take the newer one alone."""
+_WITHOUT_LOGPROBS = {"logprobs": "", "top_logprobs": ""}
+"""`Endpoint._keys` of a server that refuses these: without them, an answer is still an answer."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -77,10 +79,9 @@ class Endpoint:
         self.url, self.timeout = _address(url), timeout
         self._key = _key(key_from)
         self._reached = False
-        self._refused: frozenset[str] = frozenset()
-        self._limit = _LIMIT
+        self._keys: dict[str, str] = {}  # what this server calls keys of a request; "": it does not take them
         handlers: list[Any] = [_NoRedirects()]
-        if _is_local(urllib.parse.urlsplit(self.url).hostname or ""):
+        if urllib.parse.urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1"):
             handlers.append(urllib.request.ProxyHandler({}))
         self._opener = urllib.request.build_opener(*handlers)
         self.model = model or self._only_model()
@@ -98,20 +99,18 @@ class Endpoint:
 
     def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         complete = {"model": self.model, "temperature": 0, **body}
-        limit, refused = self._limit, self._refused
+        keys = self._keys
         while True:
-            sent = {limit if key == _LIMIT else key: value for key, value in complete.items() if key not in refused}
+            sent = {name: value for key, value in complete.items() if (name := keys.get(key, key))}
             try:
                 answer = self.post(path, sent)
                 break
             except EndpointError as error:
-                if error.status in (400, 422) and _LIMIT in sent and _NEWER_LIMIT in str(error):
-                    limit = _NEWER_LIMIT
-                elif error.status in (400, 422) and sent.keys() & {*_OPTIONAL}:
-                    refused = frozenset(_OPTIONAL)
-                else:
+                other = {_LIMIT: _NEWER_LIMIT} if _NEWER_LIMIT in str(error) else _WITHOUT_LOGPROBS
+                if error.status not in (400, 422) or other.items() <= keys.items():
                     raise
-        self._limit, self._refused = limit, refused
+                keys = keys | other
+        self._keys = keys
         choices = answer.get("choices")
         if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
             raise EndpointError(f"--url {self.url}: {path} answered without `choices`; is it OpenAI-compatible?")
@@ -150,11 +149,10 @@ class Endpoint:
         try:
             listed = self.post("models").get("data")
         except EndpointError as error:
-            if error.status is None:
+            if not error.is_refusal:
                 raise
             base = self.url.partition("/v1/")[0].removesuffix("/v1") + "/v1"
-            fix = f"name one with --model, or give --url {base}"
-            raise EndpointError(f"{error}; it lists no models: {fix}", error.status) from None
+            raise EndpointError(f"{error}; name one with --model, or give --url {base}", error.status) from None
         names = [str(one.get("id")) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
         if len(names) != 1:
             models = ", ".join(map(self._shown, names[:8])) or "no model"
@@ -180,25 +178,23 @@ class Endpoint:
                 self._reached = True
                 if error.code not in _BUSY or not left:
                     raise self._refusal(at, error) from None
-                pause = max(pause, _asked_to_wait(error))
+                with contextlib.suppress(ValueError):  # it may also be a date
+                    pause = max(pause, float(error.headers.get("Retry-After", "0")))
             except (ValueError, OSError, http.client.HTTPException) as error:
                 reason = getattr(error, "reason", error)
                 if isinstance(reason, TimeoutError):
                     advice = "the server is too slow or stuck; --timeout gives it longer"
                     raise EndpointError(f"{at}: no answer within {self.timeout:g} s; {advice}") from None
-                unusable = isinstance(error, ValueError)  # no request can be made of the address
-                if unusable or not left or not self._reached:
+                if not left or not self._reached:
                     cause = one_line(str(reason) or type(reason).__name__, LONGEST_ERROR)
                     raise EndpointError(f"{at}: cannot be reached ({cause}); is the server running there?") from None
             time.sleep(min(pause, LONGEST_PAUSE))
             pause, left = pause * 2, left - 1
-        try:
-            answer = json.loads(content)
-        except ValueError:
-            raise EndpointError(f"{at}: the answer is no JSON; is it an OpenAI-compatible server?") from None
-        if not isinstance(answer, dict):
-            raise EndpointError(f"{at}: answered {self._shown(str(answer))}; is it an OpenAI-compatible server?")
-        return answer
+        with contextlib.suppress(ValueError):
+            if isinstance(answer := json.loads(content), dict):
+                return answer
+        said = self._shown(content.decode(errors="replace"))
+        raise EndpointError(f"{at}: answered {said}; is it an OpenAI-compatible server?")
 
     def _shown(self, text: str) -> str:
         """What a server says, as a line in which the key is masked."""
@@ -210,15 +206,14 @@ class Endpoint:
                 message = _message(error.read().decode(errors="replace")) or str(error.reason)
         except (OSError, http.client.HTTPException):
             message = str(error.reason)
-        message = self._shown(message)
+        fix = ""
         if 300 <= error.code < 400:
-            where = self._shown(error.headers.get("Location", "elsewhere"))
-            return EndpointError(f"{at}: redirects to {where}, which is not followed; name that address in --url")
+            fix = f"; name the address that it redirects to in --url: {error.headers.get('Location')}"
         if error.code in (401, 403):
-            return EndpointError(
-                f"{at}: {error.code} ({message}); give the server's key in ${KEY}, or by --key-from NAME"
-            )
-        return EndpointError(f"{at}: the server answered {error.code} ({message})", error.code)
+            fix = f"; give the server's key in ${KEY}, or by --key-from NAME"
+        return EndpointError(
+            f"{at}: the server answered {error.code} ({self._shown(message)}){self._shown(fix)}", error.code
+        )
 
     def call_all(self, what: str, call: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """What `call` gives for each item; several at once. A line says now and then how many are done. After an error
@@ -234,13 +229,9 @@ class Endpoint:
 
 def _of_chat(turns: Turns, tools: Tools, thinking: str | None) -> dict[str, Any]:
     """What decides a prompt, as the API takes it: arguments of tool calls are JSON in a text there."""
-    messages = []
-    for turn in turns:
-        calls = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-            for call in turn.get("tool_calls", ())
-        ]
-        messages.append({**turn, **({"tool_calls": calls} if calls else {})})
+    messages = copy.deepcopy(turns)
+    for call in itertools.chain.from_iterable(turn.get("tool_calls", ()) for turn in messages):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     body = {"messages": messages, **({"tools": tools} if tools else {})}
     return body | ({"chat_template_kwargs": {"enable_thinking": False}} if thinking == "off" else {})
 
@@ -249,10 +240,8 @@ def _reply(answer: dict[str, Any], content: Any) -> Reply:
     choice, usage = answer["choices"][0], mapping(answer.get("usage"))
     counts = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
     prompt, written = (count if isinstance(count, int) else None for count in counts)
-    parts = content if isinstance(content, list) else [{"text": content}]
-    text = "".join(str(mapping(part).get("text") or "") for part in parts)
     # half a surrogate pair is replaced: no file takes it
-    text = text.encode(errors="replace").decode()
+    text = content.encode(errors="replace").decode() if isinstance(content, str) else ""
     return Reply(text, str(choice.get("finish_reason")), prompt, written, _logprobs(mapping(choice.get("logprobs"))))
 
 
@@ -275,18 +264,11 @@ def _address(url: str) -> str:
         _ = parts.port
     except ValueError:
         bad = True
-    if bad or any(mark.isspace() or not mark.isprintable() for mark in url):
+    if bad:
         raise UserError(f"--url {one_line(url)}: expected an address such as http://127.0.0.1:8000/v1")
     if "@" in parts.netloc:
         raise UserError(f"--url: a key or password in an address is shown by many programs; export it as {KEY}")
     return url.rstrip("/")
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _key(named: str | None) -> str | None:
@@ -297,13 +279,6 @@ def _key(named: str | None) -> str | None:
     if key and not (key.isascii() and key.isprintable()):
         raise UserError(f"{named or KEY}: the key has characters that no header may have; is it a single line?")
     return key or None
-
-
-def _asked_to_wait(error: urllib.error.HTTPError) -> float:
-    try:
-        return float(error.headers.get("Retry-After", "0"))
-    except ValueError:
-        return 0.0
 
 
 def _message(body: str) -> str:

@@ -6,12 +6,11 @@ The model is in memory, or behind an OpenAI-compatible endpoint, as its users ge
 import contextlib
 import dataclasses
 import itertools
-import math
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -34,18 +33,6 @@ from accel_sft.launch.collectives import by_each_rank, decided_by_main, gather_n
 from accel_sft.launch.groups import row_groups
 from accel_sft.tracking.system import reset_peak_memory
 
-_LARGEST_EXPONENT = 700
-"""exp of more is infinite."""
-
-
-class AnswerInText(NamedTuple):
-    """A server's answer, in place of token ids; `unusual` is a key of UNUSUAL if it is no whole answer."""
-
-    text: str
-    tokens: int
-    unusual: str = ""
-
-
 UNUSUAL = {
     "length": "cut (raise --max-new-tokens)",
     "content_filter": "withheld by the server's filter",
@@ -60,34 +47,29 @@ class Generated(NamedTuple):
 
     answers: list[tuple[Encoded, Any]]
     """This rank's share of the examples, each with its answer: a list of token ids, the end-of-turn token included, or
-    an AnswerInText."""
+    a server's Reply without thinking."""
     seconds: float
     """What generating took, without loading or checking anything."""
     peaks: dict[str, float]
     """Peak memory of generating in GiB, by the names of `tracking.system.peak_memory_gib`."""
 
 
-class AnswerBackend(Protocol):
-    """Generates greedy answers. Every rank calls it with the same examples; together they answer each one once."""
-
-    def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
-        """Answer the examples with at most `max_new_tokens` tokens each, the token that ends an answer included."""
+AnswerBackend = Callable[[Sequence[Encoded], int], Generated]
+"""Generates greedy answers of at most so many tokens, the one that ends an answer included. Every rank calls it with
+the same examples; together they answer each one once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The result of one evaluation. Every rank has the same one.
-
-    Attributes:
-        metrics: the task's metrics, `eval_loss`, and generation's seconds, speed and peak memory; only `eval_loss` (and
-            `perplexity`) if one of these is the main metric, because no answers are generated then.
-        samples: index, prompt, expected, generated and scores of each example; empty if none was answered.
-        unusual: number of answers that are cut, empty or the like, by the keys of UNUSUAL.
-    """
+    """The result of one evaluation. Every rank has the same one."""
 
     metrics: dict[str, float]
+    """The task's metrics, `eval_loss`, and generation's seconds, speed and peak memory; only `eval_loss` (and
+    `perplexity`) if one of these is the main metric, because no answers are generated then."""
     samples: list[dict[str, Any]]
+    """Index, prompt, expected, generated and scores of each example; empty if none was answered."""
     unusual: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Number of answers that are cut, empty or the like, by the keys of UNUSUAL."""
 
     @property
     def lines(self) -> list[str]:
@@ -102,8 +84,7 @@ class Evaluator:
 
     Attributes:
         tokenizer: the model's; None if the backend gives texts in place of token ids.
-        encoded: the tokenized rows of the validation examples, without those that encoding left out. A row's `index` is
-            its example's index in `examples`. With `--eval-limit`, a sample of so many examples.
+        encoded: tokenized rows, whose `index` is their example's in `examples`; at most `--eval-limit` examples'.
         answered: the last row of each example. Only that row's last answer is generated and scored.
         max_new_tokens: maximum number of tokens of an answer without `--max-new-tokens`; None: as many as the longest
             expected answer has, its end-of-turn token included.
@@ -160,8 +141,7 @@ class Evaluator:
         """Generate a greedy answer to each example, score it on the rank that generated it, and give every rank all
         samples; none if the task's main metric is the loss or its perplexity. `losses` is what `loss` returned."""
         if self.task.main_metric in UNANSWERED:
-            loss = losses[EVAL_LOSS]
-            perplexity = math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf
+            perplexity = torch.tensor(losses[EVAL_LOSS], dtype=torch.float64).exp().item()  # may be infinite
             return Evaluation(losses | ({PERPLEXITY: perplexity} if self.task.main_metric == PERPLEXITY else {}), [])
         longest_answer = max(row.answer_tokens for row in self.answered)
         most = self.config.max_new_tokens or self.max_new_tokens or longest_answer
@@ -184,11 +164,12 @@ class Evaluator:
         unusual = Counter(filter(None, [sample.pop("unusual") for sample in samples]))
         return Evaluation({**metrics, **losses, **costs, **speed}, samples, unusual)
 
-    def _sample(self, encoded: Encoded, answer: list[int] | AnswerInText, most: int) -> dict[str, Any]:
+    def _sample(self, encoded: Encoded, answer: list[int] | Reply, most: int) -> dict[str, Any]:
         heartbeat()
         chat = conversation(self.task, self.examples, "validation", encoded.index)
-        if isinstance(answer, AnswerInText):
-            text, expected, (_, tokens, unusual) = answer.text, wanted(chat, self.config.thinking), answer
+        if isinstance(answer, Reply):
+            text, expected, tokens = answer.text, wanted(chat, self.config.thinking), answer.tokens or 0
+            unusual = answer.finish if answer.finish in UNUSUAL else "" if text.strip() else "empty"
         else:
             text, expected, tokens = self.answer_text(chat, answer), self.answer_text.expected(chat), len(answer)
             ended = tokens < most or answer[-1] in (encoded.input_ids[-1], self.tokenizer.eos_token_id)
@@ -255,11 +236,10 @@ def evaluate_served(accelerator: Accelerator, task: Task, config: EvaluateConfig
 
         replies = endpoint.call_all(f"{endpoint.model} answers", ask, chats)
         seconds = time.perf_counter() - began
-        texts = []
-        for chat, reply in zip(chats, replies, strict=True):
-            text = without_thinking(reply.text, wanted(chat, config.thinking))
-            unusual = reply.finish if reply.finish in UNUSUAL else "" if text.strip() else "empty"
-            texts.append(AnswerInText(text, reply.tokens or 0, unusual))
+        texts = [
+            dataclasses.replace(reply, text=without_thinking(reply.text, wanted(chat, config.thinking)))
+            for chat, reply in zip(chats, replies, strict=True)
+        ]
         return Generated(list(zip(examples, texts, strict=True)), seconds, {})
 
     rows = [Encoded(index, [], 0) for index in range(len(dataset))]  # the server tokenizes

@@ -17,9 +17,8 @@ from accel_sft.api.errors import first_line
 from accel_sft.batching.device_memory import done_within_memory, in_halves, out_of_memory
 from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
-from accel_sft.evaluation.decoder import Decoder
+from accel_sft.evaluation.decoder import Decoder, Row
 from accel_sft.evaluation.evaluator import Generated
-from accel_sft.evaluation.live_rows import Row
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.text import common_length
 from accel_sft.launch.collectives import any_rank, first_reason
@@ -68,13 +67,9 @@ class Generator:
     """Answers prompts with a model, sharded or not, on any number of ranks. Greedy answers draw no random numbers.
 
     The first call finds out whether the decoder is exact for this model. `message` then says what was chosen, and why.
-    Prompts with images, and answers that are drawn, are always by transformers' `generate`.
-
-    Args:
-        model: must be in eval mode whenever the generator is called; gradients must be off.
-        batch_size: number of rows answered at once on one rank; None: the rows' length decides.
-        between: called by every rank before each batch of answers.
-        sharded: whether a rank holds only a part of the weights, so that all take part in each forward.
+    Prompts with images, and answers that are drawn, are always by transformers' `generate`. The model must be in eval
+    mode, with gradients off. Every rank calls `between` before each batch of answers. With weights that are `sharded`,
+    all ranks take part in each forward.
     """
 
     def __init__(
@@ -136,16 +131,17 @@ class Generator:
         if self.accelerator.is_main_process:
             self.log(self.message)
 
-    def stream(self, prompt: list[int], max_new_tokens: int, streamer: Any) -> list[int]:
+    def stream(self, prompt: list[int], max_new_tokens: int, streamer: Any) -> None:
         """Generate one answer by transformers' `generate`, each token of it to `streamer`; needs whole weights here."""
-        return self._generate([prompt], max_new_tokens, streamer=streamer)[0]
+        self._generate([prompt], max_new_tokens, streamer=streamer)
 
     def _ends(self) -> set[int]:
         return end_of_turn_ids(self.tokenizer, self.model.generation_config)
 
-    def _generate(self, prompts: list[list[int]], max_new_tokens: int, **more: Any) -> list[list[int]]:
+    def _generate(self, prompts: list[list[int]], max_new_tokens: int, **more: Any) -> tuple[list[list[int]], Any]:
         pad, device = self.tokenizer.pad_token_id, self.accelerator.device
-        return generate(self.model, prompts, max_new_tokens, self._ends(), pad, device, self.sampling, **more)
+        settings = {"sampling": self.sampling, **more}
+        return generate(self.model, prompts, max_new_tokens, self._ends(), pad, device, **settings)
 
     def _by_decoder(self, examples: Sequence[Encoded], max_new_tokens: int) -> list[tuple[Encoded, list[int]]]:
         groups, group = row_groups(self.accelerator)
@@ -179,7 +175,7 @@ class Generator:
             if images := rows[0].images:
                 arrays = images.origin.inputs.tensors(prompts, [images], (1, len(prompts[0])))
                 more |= {name: torch.as_tensor(array, device=self.accelerator.device) for name, array in arrays.items()}
-            return self._generate(prompts, max_new_tokens, **more)
+            return self._generate(prompts, max_new_tokens, **more)[0]
 
         alike = {} if examples[0].images else {"equal_lengths": bool(self.unpadded)}
         size = 1 if examples[0].images else self.batch_size or FEWEST_ROWS
@@ -235,31 +231,26 @@ class Generator:
         starting = [*filter(None, (rows[:-1], rows[-1:]))]
         while starting or decoder.live:
             logits = decoder.forward(starting.pop(0) if starting else ())
-            live = decoder.live
-            for row, of_row in zip(live, logits, strict=True):
+            ended = {row for row in decoder.live if not left[row]}
+            for row, of_row in zip(decoder.live, logits, strict=True):
                 logits_of[row].append(of_row)
-                row.answer += left[row][:1]
-            decoder.drop({row for row in live if not left[row]})
-            for row in live:
-                del left[row][:1]
+                row.answer += [left[row].pop(0)] if left[row] else []
+            decoder.drop(ended)
         return [*logits_of.values()]
 
     def _reason_unpadded(self, examples: Sequence[Encoded]) -> str | None:
-        """How far predictions for left-padded prompts are from those for each prompt alone; None if they agree.
-
-        They are, for example, where recurrent layers or compressed caches take padding for text.
-        """
+        """How far predictions for left-padded prompts are from those for each prompt alone, as where recurrent layers
+        take padding for text; None if they agree."""
         ordered = sorted(examples, key=lambda example: (-example.prompt_length, example.index))
         rows = [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
         if rows[0].prompt_length == rows[-1].prompt_length:
             return None
         prompts = [row.input_ids[: row.prompt_length] for row in rows]
-        by = self._ends(), self.tokenizer.pad_token_id, self.accelerator.device
-        largest, settings = 0.0, {**GREEDY.settings(), "max_new_tokens": CHECKED_TOKENS, "output_logits": True}
-        together = _output(self.model, prompts, *by, **settings)
+        largest, settings = 0.0, {"sampling": GREEDY, "output_logits": True}
+        _, together = self._generate(prompts, CHECKED_TOKENS, **settings)
         for number, prompt in enumerate(prompts):
-            alone = _output(self.model, [prompt], *by, **settings)
-            for mine, others in zip(alone.logits, together.logits, strict=False):
+            _, alone = self._generate([prompt], CHECKED_TOKENS, **settings)
+            for mine, others in zip(alone, together, strict=False):
                 largest = max(largest, nats_apart(mine[0], others[number]))
                 if mine[0].argmax() != others[number].argmax():  # from here on they answer different texts
                     break
@@ -317,12 +308,9 @@ def common_prefix(examples: Sequence[Encoded]) -> int:
 def divide(
     examples: Sequence[Encoded], ranks: int, batch_size: int, *, equal_lengths: bool = False
 ) -> list[list[list[Encoded]]]:
-    """Divide examples into batches of similar length, longest first, each a list of rows for each rank.
-
-    A row's length includes the expected answer. Every rank gets the same result. Within a batch the ranks' numbers of
-    rows differ by one at most, and the longest prompt goes to another rank than in the batch before. With
-    `equal_lengths`, all prompts of a batch have the same number of tokens.
-    """
+    """Divide examples into batches of similar length (expected answer included), longest first, each a list of rows for
+    each rank. Within a batch the ranks' numbers of rows differ by one at most, and the longest prompt goes to another
+    rank than in the batch before. With `equal_lengths`, all prompts of a batch have the same number of tokens."""
     ordered = sorted(examples, key=lambda example: (-len(example.input_ids), example.index))
     groups: dict[int, list[Encoded]] = {}
     for example in ordered:
@@ -345,17 +333,29 @@ def generate(
     device: torch.device,
     sampling: Sampling = GREEDY,
     **more: Any,
-) -> list[list[int]]:
-    """The answers to the prompts, each up to and including the first of `ends`; `more` is for transformers'
-    `generate`."""
+) -> tuple[list[list[int]], Any]:
+    """The answers to the prompts by transformers' `generate`, which is given `more`, each up to and including the first
+    of `ends`; and with `output_logits` the logits, by token."""
     longest = max(map(len, prompts))
-    settings = {**more, **sampling.settings(), "max_new_tokens": max_new_tokens}
-    output = _output(model, prompts, ends, pad_token_id, device, **settings)
+    rows = [[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    output = model.generate(
+        input_ids=torch.tensor(rows, device=device),
+        attention_mask=torch.tensor(mask, device=device),
+        # they override the model's own sampling and penalties, also with None, as a GenerationConfig would not
+        **{**left_out(model.generation_config), **more, **sampling.settings()},
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(ends),
+        pad_token_id=pad_token_id,
+        use_cache=True,
+        return_dict_in_generate=True,
+        stopping_criteria=StoppingCriteriaList([_heartbeat_criterion]),
+    )
     answers = []
     for ids in output.sequences[:, longest:].tolist():
         stop = next((at for at, token in enumerate(ids) if token in ends), len(ids) - 1)
         answers.append(ids[: stop + 1])
-    return answers
+    return answers, output.logits
 
 
 def nats_apart(expected: torch.Tensor, actual: torch.Tensor) -> float:
@@ -363,31 +363,6 @@ def nats_apart(expected: torch.Tensor, actual: torch.Tensor) -> float:
     alone = expected.double().log_softmax(dim=-1)
     off = (actual.double().log_softmax(dim=-1) - alone).abs()
     return (alone.exp() * off).sum().nan_to_num(nan=math.inf).item()
-
-
-def _output(
-    model: Any,
-    prompts: Sequence[list[int]],
-    ends: Collection[int],
-    pad_token_id: int,
-    device: torch.device,
-    **more: Any,
-) -> Any:
-    """What `generate` of transformers returns, given `more`."""
-    longest = max(map(len, prompts))
-    rows = [[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return model.generate(
-        input_ids=torch.tensor(rows, device=device),
-        attention_mask=torch.tensor(mask, device=device),
-        # they override the model's own sampling and penalties, also with None, as a GenerationConfig would not
-        **{**left_out(model.generation_config), **more},
-        eos_token_id=sorted(ends),
-        pad_token_id=pad_token_id,
-        use_cache=True,
-        return_dict_in_generate=True,
-        stopping_criteria=StoppingCriteriaList([_heartbeat_criterion]),
-    )
 
 
 def _heartbeat_criterion(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:

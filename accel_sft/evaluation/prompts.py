@@ -21,12 +21,8 @@ _IMAGE = "<image>"
 
 
 def read_prompts(file: str, system: str | None) -> tuple[list[Prompt], list[str]]:
-    """The conversations of a file, and where each stands in it.
-
-    A `.json` or `.jsonl` file has rows with `messages`, a conversation whose last turn is to be answered, or `prompt`,
-    text; beside them `tools`, and `system` for a conversation without a system message. Any other file has a prompt on
-    each line that is not blank. `system` is the system message of conversations without one.
-    """
+    """The conversations of a file, and where each stands in it: a `.json` or `.jsonl` file has rows with `messages` or
+    `prompt`, any other a prompt on each line that is not blank. `system` is for those without a system message."""
     if Path(file).suffix in (".json", ".jsonl"):
         rows = read_rows(file, _parse)
         names = [str(place) for place in rows.places(range(len(rows)))]

@@ -54,10 +54,7 @@ def _is_mine(base: Path) -> bool:
 
 @contextlib.contextmanager
 def partial(kind: str) -> Iterator[Path]:
-    """Make a folder to fill and `publish`; at the end the folder is removed unless it was published.
-
-    Abandoned folders, and entries that were unused for UNUSED_DAYS, are removed first.
-    """
+    """Make a folder to fill and `publish`, which is removed at the end otherwise. Old entries are removed first."""
     base = folder() / kind
     if not base.is_absolute():
         raise FileNotFoundError(2, "no home folder, and ACCEL_SFT_CACHE is not set", str(base))
@@ -84,18 +81,15 @@ def publish(made: Path, kind: str, key: str, about: dict[str, Any]) -> Path:
     replaced; an intact one, which another run made, stays and is returned."""
     manifest.write(made, about)
     target = folder() / kind / key
-    while True:
-        try:
-            made.rename(target)
-            manifest.sync(target.parent)
-            return target
-        except OSError:
-            if not target.exists():
-                raise
-        with contextlib.suppress(manifest.Damaged):
-            manifest.verify(target)
-            return target
+    if target.exists() and not find(kind, key):
         discard(kind, key)
+    try:
+        made.rename(target)
+    except OSError:
+        if not target.exists():  # else another run was quicker
+            raise
+    manifest.sync(target.parent)
+    return target
 
 
 def discard(kind: str, key: str) -> None:

@@ -14,11 +14,8 @@ _OF_ROPE = "rope_theta", "partial_rotary_factor"
 
 def complete_config(folder: Path, dtype: str | None, base: Mapping[str, Any]) -> None:
     """Name the weights' `dtype` in config.json, for its parts too (transformers names the type of the model in memory),
-    and settings by the keys that older readers know: transformers 4 would take defaults for them without a word.
-
-    Args:
-        base: the base's config.json; its keys that transformers 5 renamed are kept.
-    """
+    and settings by the keys that older readers know, as in the `base`'s config.json: transformers 4 would take defaults
+    for them without a word."""
 
     def within(part: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
         if part.get("model_type") != before.get("model_type"):

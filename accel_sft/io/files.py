@@ -105,10 +105,8 @@ def new_folder(name: str, what: str) -> Iterator[Path]:
 
 
 def trouble_of_writing(error: Exception, folder: Path) -> str:
-    """Return what is wrong with a folder in which writing failed, and what to do; "" if no cause is found.
-
-    The folder itself is examined: writers in C++, in Rust and in threads do not pass on errno.
-    """
+    """What is wrong with a folder in which writing failed, and what to do; "" if no cause is found. The folder itself
+    is examined: writers in C++, in Rust and in threads do not pass on errno."""
     if not folder.is_dir():
         return "the folder is gone; put it back"
     if not os.access(folder, os.W_OK):
@@ -157,20 +155,11 @@ def json_safe(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-MOST_BYTES = 2**29
-"""Maximum size of a run's file that is read as a whole; no run writes a larger one."""
-
-
 def read_text(path: Path, errors: str = "strict") -> str:
-    """Return a regular file's text, of at most MOST_BYTES: someone else's folder may have an endless pipe or device."""
-    about = path.stat()
-    if not stat.S_ISREG(about.st_mode):
+    """Return a regular file's text: someone else's folder may have an endless pipe or device."""
+    if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    with path.open("rb") as file:  # the read is limited too: some files of /proc report size 0
-        content = file.read(MOST_BYTES + 1) if about.st_size <= MOST_BYTES else None
-    if content is None or len(content) > MOST_BYTES:
-        raise OSError(errno.EFBIG, f"it is larger than {MOST_BYTES >> 20} MiB", str(path))
-    return content.decode("utf-8", errors)
+    return path.read_text("utf-8", errors)
 
 
 def read_json(path: Path) -> Any:

@@ -31,12 +31,8 @@ Entries = Mapping[str, list[Any]]
 def write(
     folder: Path, about: dict[str, Any], entries_so_far: Entries | None = None, *, among: Iterable[str] | None = None
 ) -> None:
-    """Write the manifest: `about` (JSON), and size and SHA-256 of every file below `folder`. Sync everything to disk.
-
-    Args:
-        entries_so_far: size and SHA-256 of files that were hashed as they were written.
-        among: names of the files to list; None: all.
-    """
+    """Write the manifest: `about` (JSON), and size and SHA-256 of every file below `folder`, or of those named in
+    `among`; files that were hashed as they were written have `entries_so_far`. Sync everything to disk."""
     names = [name for name in (_names(folder) if among is None else sorted(among)) if name != MANIFEST]
     entries_so_far = entries_so_far or {}
     with ThreadPoolExecutor(THREADS) as threads:

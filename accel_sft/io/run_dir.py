@@ -9,7 +9,16 @@ from typing import Any, TypeGuard
 
 from accel_sft.api.config import keep_every
 from accel_sft.api.errors import UserError
-from accel_sft.io.files import abandoned, expanded, json_safe, read_json, read_object, read_text, write_atomically
+from accel_sft.io.files import (
+    abandoned,
+    expanded,
+    json_safe,
+    read_json,
+    read_json_lines,
+    read_object,
+    read_text,
+    write_atomically,
+)
 
 RUNS = "runs"
 """The folder of runs, unless `--output-dir` names another."""
@@ -76,10 +85,8 @@ class RunDir:
 
     @classmethod
     def weights_in(cls, model: str) -> str:
-        """The best/ of the run in the folder `model`, or else its final/; `model` itself if it is not a run.
-
-        Commands that use a trained model take these; training from an earlier run takes its final/ (`find_source`).
-        """
+        """The best/ of the run in the folder `model`, or else its final/; `model` itself if it is not a run. (Training
+        from an earlier run takes its final/, see `find_source`.)"""
         run = cls(expanded(model))
         if not run.record.is_file():
             return model
@@ -161,12 +168,10 @@ class RunDir:
     def read_samples(self, step: int) -> list[dict[str, Any]]:
         """The answers of the evaluation at `step`; empty if there was none."""
         path = self.answers(step)
-        try:  # not splitlines(), which would also break lines at characters that answers may have
-            return [json.loads(line) for line in read_text(path).split("\n") if line]
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); take it away, and go on with --resume auto") from None
+        rows, unreadable = read_json_lines(path) if path.exists() else ([], 0)
+        if unreadable:
+            raise UserError(f"{path}: has {unreadable} unreadable lines; take it away, and go on with --resume auto")
+        return rows
 
 
 def _is_record(record: Any) -> TypeGuard[dict[str, Any]]:

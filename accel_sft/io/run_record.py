@@ -27,11 +27,9 @@ def recorded_options(
     *,
     same_data: bool,
 ) -> dict[str, Any]:
-    """The values that a run's record has for the settings of its task, except for those that are given.
-
-    A run's folder may be someone else's, and name any file of this machine: without `same_data` such settings are
-    refused. `given` is None if the command takes none.
-    """
+    """The values that a run's record has for the settings of its task, except for those that are given (None: the
+    command takes none). The folder may be someone else's, and name any file of this machine: `same_data` allows
+    that."""
     before = record["task_options"]
     mine = [s for s in task_settings if s.name in before.keys() - {*(given or ())}]
     hidden = [s for s in mine if HIDDEN in str(before[s.name])]
@@ -53,10 +51,8 @@ def recorded_options(
 
 
 def made_by(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides a run's numbers, by its run.json: digests of settings, data and code, and the libraries' versions.
-
-    Settings that a resume may change are left out. A digest that the record's version did not keep is None.
-    """
+    """What decides a run's numbers, by its run.json: digests of settings (without those that a resume may change), data
+    and code, and the libraries' versions. A digest that the record's version did not keep is None."""
     config = {name: value for name, value in record["config"].items() if name not in LAYOUT}
     settings = [record["task"], config, record["task_options"], record.get("total_steps")]
     return {
@@ -74,12 +70,8 @@ def other_versions(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def write_manifest(run_dir: RunDir, result: str, about: dict[str, Any]) -> None:
-    """Write the manifest of a finished run's folder: of its records, samples and exported weights, and of the manifests
-    of its checkpoints. Logs, traces and the trackers' files are not in it.
-
-    It is written before the result.json, with the text `result`, that says that the run is complete: a kill in between
-    leaves a run that writes both again.
-    """
+    """Write the manifest of a finished run's folder, without logs, traces and the trackers' files. It comes before the
+    result.json with the text `result`, which says that the run is complete: after a kill both are written again."""
     content = result.encode()
     entries = {run_dir.result.name: [len(content), hashlib.sha256(content).hexdigest()]}
     manifest.write(run_dir.path, about, entries, among=listed(run_dir) | entries.keys())

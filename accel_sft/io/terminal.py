@@ -33,12 +33,8 @@ def quiet(log_file: Path | None, debug: bool = False, shown_on: int = 1) -> Iter
     """Redirect everything that is printed inside to a file; the stream that is yielded still reaches the terminal.
 
     File descriptors are redirected, so that compilers and C libraries are caught with the rest. May be nested: the
-    inner file takes over. With `debug` nothing is redirected.
-
-    Args:
-        log_file: the file to append to. None: a temporary file, which is printed to standard error if the block raises
-            anything but UserError.
-        shown_on: file descriptor of our own lines; 2 where standard output is kept for a command's result.
+    inner file takes over. Without `log_file` it is a temporary one, which is printed to standard error if the block
+    raises anything but UserError. Our own lines go to the descriptor `shown_on`: 2 where 1 is for a command's result.
     """
     global _terminal
     if debug:

@@ -49,7 +49,7 @@ def rows_attention(
 
     Without a prefix, rows are cut out of the sequence into a batch, and the outputs go back to where the queries stood.
     The query is (1, heads, T, D), key and value may have fewer heads; the output is (1, T, heads, D). `decoding`
-    computes attention in place of all this (evaluation/live_rows.py).
+    computes attention in place of all this (evaluation/decoder.py).
     """
     if decoding is not None:
         return decoding(module, query, key, value, kwargs.get("scaling")), None

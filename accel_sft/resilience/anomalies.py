@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from accel_sft.api.errors import UserError
-from accel_sft.io.files import json_safe, write_atomically
+from accel_sft.io.files import is_number, json_safe, read_json_lines, write_json_lines
 from accel_sft.io.run_dir import RunDir
 
 MOST_IN_A_ROW = 10
@@ -29,8 +29,8 @@ class Anomalies:
     def rewind(self, step: int) -> None:
         """Drop the records of steps after `step`, because the resumed run repeats those steps."""
         if self.writes and self.file.exists():
-            lines = self.file.read_text(encoding="utf-8", errors="replace").splitlines()
-            write_atomically(self.file, "".join(f"{line}\n" for line in lines if _step_in(line) <= step))
+            rows, _ = read_json_lines(self.file)
+            write_json_lines(self.file, (row for row in rows if is_number(row.get("step")) and row["step"] <= step))
 
     def left_out(self) -> int:
         """How many steps of the run were skipped."""
@@ -47,8 +47,9 @@ class Anomalies:
             with self.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         what = f"the gradient's norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
-        message = f"step {step}: {what}, and the step was not applied; its training examples are {_listed(examples)}"
-        message += f" (all in {self.file})"
+        first = ", ".join(map(str, indices[:_SHOWN]))
+        message = f"step {step}: {what}, and the step was not applied; "
+        message += f"its training examples are {first} (all in {self.file})"
         self._in_a_row += 1
         if self.on_nonfinite == "stop":
             raise UserError(f"{message}; look at them, and continue with --resume auto --on-nonfinite skip")
@@ -56,16 +57,3 @@ class Anomalies:
             fix = "start a new run with a lower --learning-rate"
             raise UserError(f"{message}; that was the {MOST_IN_A_ROW}th in a row: {fix}")
         self.log(f"{message}; skipped")
-
-
-def _step_in(line: str) -> float:
-    """The step of a record; infinity if the record is broken, so that it is dropped."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return math.inf
-
-
-def _listed(examples: Sequence[Any]) -> str:
-    shown = ", ".join(str(example.index) for example in examples[:_SHOWN])
-    return f"{shown} and {len(examples) - _SHOWN} more" if len(examples) > _SHOWN else shown

@@ -32,11 +32,8 @@ DISK_SECONDS = 3.0
 
 class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
     """Ends the process when its body raises: a UserError with a line for each problem; an interrupt, an error of click
-    and a lost rank with one line; any other error, and with `debug` all, with a traceback.
-
-    Under torchrun, ranks of a machine that fail alike print the message once, a rank that fails alone prints its own,
-    and the launcher's summary carries the message.
-    """
+    and a lost rank with one line; any other error, and with `debug` all, with a traceback. Ranks of a machine that fail
+    alike print the message once, and torchrun's summary has it."""
 
     def __init__(self) -> None:
         self.debug = self._succeeded = False
@@ -122,11 +119,6 @@ def failed_peer() -> str:
     return f"another rank failed: {min(failures)[1]}" if (failures := _earlier_failures()) else ""
 
 
-def a_peer_failed() -> bool:
-    """Whether a rank of this machine has ended or recorded an error; the launcher then sends the others SIGTERM."""
-    return bool(_earlier_failures() or lost_peers())
-
-
 def record_end(run_dir: RunDir, message: str) -> None:
     """Write into the run's result why a thread ends this rank. Waits DISK_SECONDS at most: the disk may hang too."""
     recording = threading.Thread(target=run_dir.write_ended, args=("failed", message), daemon=True)
@@ -192,8 +184,8 @@ def _stdout_is_closed() -> bool:
 
 
 def leave_together() -> None:
-    """Wait until all ranks are done. Nobody destroys the process group: that would hold Python's lock (the GIL) until
-    gloo's threads have ended, while a thread that drops a tensor waits for the lock (seen with torch 2.6)."""
+    """Wait until all ranks are done. Nobody destroys the process group: that would hold the GIL until gloo's threads
+    have ended, while a thread that drops a tensor waits for it (seen with torch 2.6)."""
     if _is_distributed():
         sys.modules["torch.distributed"].barrier()
 

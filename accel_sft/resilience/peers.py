@@ -128,10 +128,8 @@ class Peers:
             _started(self._listen, 0, host, line)
 
     def _listen(self, rank: int, host: str, line: socket.socket) -> None:
-        """Wait for the end of a connection; if it comes without a farewell, share that unless others explain it.
-
-        It makes no call to the store before that: these block if its machine is the one that is lost.
-        """
+        """Wait for the end of a connection; if it comes without a farewell, share that unless others explain it. Calls
+        to the store come after that: they block if its machine is the one that is lost."""
         self._lines[rank] = line
         line.settimeout(None)
         line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import os
 import re
-import signal
 import socket
 import sysconfig
 import time
@@ -93,26 +92,16 @@ def work(process: psutil.Process) -> tuple[float, int]:
 def lost_ranks(attempt: Path) -> str:
     """A sentence about the ranks of this machine that ended without recording an error in `attempt` (the rank with
     local rank n as n/error.json); "" if there are none."""
-    alive, signals = set(), []
+    alive = set()
     for process in _beside():
-        with contextlib.suppress(psutil.Error, OSError, ValueError):
+        with contextlib.suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE:
                 alive.add(process.environ().get("LOCAL_RANK"))
-            else:  # a zombie: the last field of /proc/PID/stat is the status that wait() would return
-                status = Path(f"/proc/{process.pid}/stat").read_text().split()[-1]
-                signals.append(int(status) & 0x7F)
     count = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
     lost = [n for n in range(count) if str(n) not in alive and not (attempt / str(n) / "error.json").exists()]
     if not alive or not lost:
         return ""
     names = " and ".join(f"rank {first + number}" for number in lost)
-    was = "was" if len(lost) == 1 else "were"
-    unexplained = f"{names} ended without an error message"
-    memory = f"host memory now: {host_memory.describe()}"
-    if len(signals) < len(lost):  # the launcher has collected its exit status
-        return f"{unexplained} (the launcher's summary names the signal, if there was one); {memory}"
-    if set(signals) == {signal.SIGKILL}:
-        return f"{names} {was} killed (signal 9, which the kernel sends when memory runs out); {memory}"
-    ended_by = " and ".join(signal.Signals(number).name for number in sorted({*signals} - {0}))
-    return f"{names} {was} ended by {ended_by}; any output is in the run's logs" if ended_by else unexplained
+    how = "without an error message (the launcher's summary may name a signal)"
+    return f"{names} ended {how}; host memory now: {host_memory.describe()}"

@@ -14,7 +14,7 @@ from typing import Any
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import terminal
 from accel_sft.launch.launcher import PARENT, under_launcher, will_restart
-from accel_sft.resilience.exit import a_peer_failed, failed_peer, lost_peers, record_end, report
+from accel_sft.resilience.exit import failed_peer, lost_peers, record_end, report
 
 WATCH_SECONDS = 1.0
 """Seconds between two checks that the launcher is still there."""
@@ -36,12 +36,11 @@ class Interruption(KeyboardInterrupt):
 
 
 class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
-    """Within this context, SIGTERM and SIGINT end the process, or are noted while `deferred`; a second one ends it at
-    once.
+    """Within this context, SIGTERM and SIGINT end the process, or are noted while `deferred`; a second one ends it.
 
-    A rank whose launcher has ended also ends within two seconds and writes no file, because a later run may already
-    write there; but if it got a signal before, it may still write its checkpoint. A main thread that waits for other
-    ranks in C handles no signal: then the watching thread ends the process, during start-up or if a rank was lost.
+    A rank whose launcher has ended ends too, and writes no file (a later run may already write there) unless it got a
+    signal before. A main thread that waits for other ranks in C handles no signal: then the watching thread ends the
+    process, during start-up or if a rank was lost.
     """
 
     def __init__(self) -> None:
@@ -108,7 +107,8 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
         while not self._ended.is_set():
             if select.select([arriving], [], [], WATCH_SECONDS)[0]:
                 new = {number: time.monotonic() for number in os.read(arriving, 64) if number in self._before}
-                if new and not came and self.deferred and not a_peer_failed():
+                # the launcher sends SIGTERM too if a rank has failed or ended: then no checkpoint will be written
+                if new and not came and self.deferred and not (failed_peer() or lost_peers()):
                     self._announce(min(new))
                 came |= new
             for number, then in came.items():

@@ -8,11 +8,11 @@ forward, and where ranks share rows, it is not measured.
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from accel_sft.tracking.system import NewReading
-from accel_sft.tracking.time_spent import BATCHES, OPTIMIZER, TimeSpent
+from accel_sft.tracking.time_spent import BATCHES, TimeSpent
 
 WARMUP_STEPS = 10
 WINDOW_STEPS = 10
@@ -20,7 +20,7 @@ WINDOW_READINGS = 20
 """A window has at least WINDOW_STEPS steps, and WINDOW_READINGS readings of each GPU, which come once a second."""
 LOW_PERCENT = 50.0
 _MUCH = 0.2
-"""Share of a window's time from which on an activity counts as a cause."""
+"""Share of a window's time from which on making batches counts as the cause."""
 _BEHIND = 0.1
 """The same for waiting. Only the part that comes from forwards is measured: backwards take longer."""
 _SMALL_TOKENS = 4096
@@ -28,14 +28,9 @@ _SMALL_TOKENS = 4096
 
 
 class IdleWatch:
-    """Looks at GPU use over windows of steps. Evaluations, checkpoints and a start's first steps do not count.
+    """Looks at GPU use over windows of steps. Evaluations, checkpoints and a start's first steps do not count."""
 
-    Args:
-        offloaded: what the launch keeps on the host: `optimizer`, `param`.
-    """
-
-    def __init__(self, offloaded: Collection[str] = ()) -> None:
-        self._offloaded = offloaded
+    def __init__(self) -> None:
         self._steps, self._warned = 0, False
         self._begin_window()
 
@@ -55,11 +50,8 @@ class IdleWatch:
     ) -> str | None:
         """Count a step; returns a warning the first time that a GPU idles or waits for others, else None.
 
-        Args:
-            record: the step's line of metrics.jsonl: `step`, `tokens` of all ranks, `seconds`.
-            seconds: seconds that this rank spent in each span since the step before.
-            times: how often this rank was in each span since then.
-            readings: the new ones, by rank.
+        `record` is the step's line of metrics.jsonl; `seconds` were spent in each span since the step before, which was
+        entered so many `times`; `readings` are the new ones by rank.
         """
         self._steps += 1
         if self._warned or self._steps <= WARMUP_STEPS:
@@ -95,14 +87,10 @@ class IdleWatch:
         return f"{whose} idles: a kernel ran in {use[idlest]:.0f}% of the time {window}; {self._cause(ranks)}"
 
     def _cause(self, ranks: int) -> str:
-        batches, optimizer = (self._time.parts[name] / self._time.seconds for name in (BATCHES, OPTIMIZER))
-        tokens = self._tokens / max(self._forwards * ranks, 1)
-        if "optimizer" in self._offloaded and optimizer >= max(_MUCH, batches):
-            return f"the optimizer on the host takes {optimizer:.0%} of a step: is there room without offload?"
-        if batches >= _MUCH:
-            return f"making batches takes {batches:.0%} of a step: look at the host's load and disk"
-        if "param" in self._offloaded:
-            return "weights are copied from the host for every layer: `accel-sft plan` names other launches"
+        shares = {name: seconds / self._time.seconds for name, seconds in self._time.parts.items()}
+        tokens, largest = self._tokens / max(self._forwards * ranks, 1), max(shares, key=shares.__getitem__)
+        if shares.get(BATCHES, 0.0) >= _MUCH:
+            return f"making batches takes {shares[BATCHES]:.0%} of a step: look at the host's load and disk"
         if tokens < _SMALL_TOKENS:
-            return f"a forward has {tokens:,.0f} tokens: try a larger --micro-batch-size, or --compile"
-        return "neither batches nor the optimizer take a fifth of a step; see a --profile"
+            return f"a forward has {tokens:,.0f} tokens: try a larger --micro-batch-size"
+        return f"{shares[largest]:.0%} of a step is {largest}; see a --profile"

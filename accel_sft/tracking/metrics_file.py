@@ -47,11 +47,8 @@ class MetricsFile:
 
     def rewind(self, step: int, evaluated: bool = True, chain: str = "") -> tuple[int, dict[str, Any] | None]:
         """Drop every line after `step`, and the evaluation at `step` unless the checkpoint contains it (`evaluated`).
-
-        `chain` is the checkpoint's, "" without one: going on from it, not from the file, keeps later edits of the file
-        visible. Returns the number of unreadable lines, which are dropped too; and the last training line if an
-        evaluation at `step` was dropped, else None.
-        """
+        Going on from the checkpoint's `chain`, not from the file, keeps later edits of the file visible. Returns the
+        number of unreadable lines, dropped too, and the last training line if an evaluation at `step` was dropped."""
         self.close()
         self._chain, self._chained = chain, 0
         if not self.path.exists():

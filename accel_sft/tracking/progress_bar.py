@@ -11,6 +11,7 @@ from rich.text import Text
 
 from accel_sft.io.files import is_number
 from accel_sft.io.terminal import wrapped
+from accel_sft.io.text import shown
 
 SECONDS_BETWEEN_DRAWS = 0.5
 _BAR = 12
@@ -18,12 +19,8 @@ _BAR = 12
 
 
 class ProgressBar:
-    """Shows steps done, time to go, the step's loss, the last evaluation's metrics and tokens per second.
-
-    On a terminal it is one line at the bottom, cut at its width and redrawn at most twice a second; elsewhere (a file,
-    a pipe, a cluster's log) a plain line every `log_every` steps, without control characters. `done` counts the
-    finished steps; the run has `total_steps`.
-    """
+    """Shows steps done, time to go, the step's loss, the last evaluation's metrics and tokens per second: on a terminal
+    in one line at the bottom, redrawn at most twice a second, elsewhere in a plain line every `log_every` steps."""
 
     def __init__(self, total_steps: int, *, log_every: int = 10, file: Any = None) -> None:
         self.total_steps = total_steps
@@ -77,15 +74,12 @@ class ProgressBar:
         """What is known of the step, the most important first, as the end may not fit."""
         record = self._record
         parts = [self._time_to_go(now)] if self.done < self.total_steps else []
-        parts += [f"loss {_short(record['loss'])}"] if "loss" in record else []
-        parts += [f"eval {name} {_short(value)}" for name, value in self._metrics.items()]
-        if "tokens_per_second" in record:
-            parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
-            per_device = record.get("tokens_per_second_per_device", record["tokens_per_second"])
-            parts += [f"{per_device:,.0f} each"] if per_device != record["tokens_per_second"] else []
+        parts += [f"loss {shown(record['loss'])}"] if "loss" in record else []
+        parts += [f"eval {name} {shown(value)}" for name, value in self._metrics.items()]
+        parts += [f"{record['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in record else []
         parts += [f"MFU {record['mfu']:.1%}"] if "mfu" in record else []
         parts += [f"lr {record['learning_rate']:.2e}"] if "learning_rate" in record else []
-        return parts + [f"{name} {_short(record[name])}" for name in ("grad_norm", "epoch") if name in record]
+        return parts + [f"{name} {shown(record[name])}" for name in ("grad_norm", "epoch") if name in record]
 
     def _time_to_go(self, now: float) -> str:
         """From the mean time of a step since this process finished its first one; evaluations and checkpoints count."""
@@ -109,7 +103,3 @@ class ProgressBar:
         line = Text(f"{self.done}/{self.total_steps} ", no_wrap=True, overflow="ellipsis")
         line.append(done * full, "cyan").append(to_do * (_BAR - full), "bright_black")
         self._bar.update(line.append(" " + "  ".join(self._details(now))), refresh=True)
-
-
-def _short(value: float) -> str:
-    return f"{value:.3f}" if 0.001 <= abs(value) < 1000 or value == 0 else f"{value:.2e}"

@@ -8,7 +8,6 @@ from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from accelerate.utils import LoggerType
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from accel_sft.api.errors import UserError
@@ -85,17 +84,11 @@ class Trackers:
 
     def rewind(self, step: int) -> None:
         """Delete TensorBoard's points after `step`, or all points if `step` is below 0. Other services keep theirs."""
-        if self._writer and step < 0:
+        if self._writer:
             self._writer.close()
-            for path in self._run_dir.glob("events.out.tfevents.*"):
+            for path in self._run_dir.glob("events.out.tfevents.*") if step < 0 else ():
                 path.unlink()
-            self._writer = _tensorboard(self._run_dir)
-        elif self._writer:
-            # The start of a session at a step makes TensorBoard drop earlier points from that step on. It is what
-            # SummaryWriter's purge_step does, for a writer that is already open.
-            self._writer.file_writer.add_event(Event(step=step + 1, file_version="brain.Event:2"))
-            started = SessionLog(status=SessionLog.START)
-            self._writer.file_writer.add_event(Event(step=step + 1, session_log=started))
+            self._writer = _tensorboard(self._run_dir, purge_step=step + 1)
 
     def flush(self) -> None:
         """Hand TensorBoard's points to the operating system."""
@@ -127,7 +120,7 @@ def _id_in_services(run_dir: Path) -> str:
     return file.read_text(encoding="utf-8").strip()
 
 
-def _tensorboard(run_dir: Path) -> Any:
-    tracker = LOGGER_TYPE_TO_CLASS["tensorboard"]("", run_dir, max_queue=1000, flush_secs=FLUSH_SECONDS)
+def _tensorboard(run_dir: Path, **settings: Any) -> Any:
+    tracker = LOGGER_TYPE_TO_CLASS["tensorboard"]("", run_dir, max_queue=1000, flush_secs=FLUSH_SECONDS, **settings)
     tracker.start()
     return tracker.tracker

@@ -46,12 +46,9 @@ _SLOW_EVERY = 10
 
 class SystemSampler:
     """Readings of one rank's process and device, taken at most once a second, so that a call in every step is cheap.
-
-    `log` gets a line if there are no GPU readings, or no more, although there is a GPU.
-    """
+    `log` gets a line if a GPU cannot be read."""
 
     def __init__(self, device: torch.device, log: Callable[[str], None], *, seconds_between: float = 1.0) -> None:
-        self._log = log
         self._process = psutil.Process()
         self._process.cpu_percent(None)  # the first call only starts the interval
         self._seconds_between = seconds_between
@@ -92,19 +89,13 @@ class SystemSampler:
         return [*cores, *gpu, self._others_gib]
 
     def _gpu(self) -> tuple[float, float]:
-        if self._nvml is None:
-            return math.nan, math.nan
-        pynvml, handle = self._nvml
         percent = memory_gib = math.nan
-        try:
-            with contextlib.suppress(pynvml.NVMLError_NotSupported):  # the memory is the host's (GB10, Jetson)
+        if self._nvml is not None:
+            pynvml, handle = self._nvml
+            with contextlib.suppress(pynvml.NVMLError):  # the memory is the host's (GB10, Jetson)
                 memory_gib = pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIB
-        except pynvml.NVMLError as error:  # the driver was updated below the run, say; it is not asked again
-            self._nvml = None
-            self._log(f"no GPU curves from here on: NVML says {error}")
-            return math.nan, math.nan
-        with contextlib.suppress(pynvml.NVMLError):  # a MIG slice has memory but no utilisation
-            percent = self._percent(pynvml, handle)
+            with contextlib.suppress(pynvml.NVMLError):  # a MIG slice has memory but no utilisation
+                percent = self._percent(pynvml, handle)
         return percent, memory_gib
 
     def _percent(self, pynvml: Any, handle: Any) -> float:
@@ -146,10 +137,8 @@ class Readings:
 
 
 class Usage:
-    """Mean and peak of each rank's readings over a run's training steps.
-
-    A rank's first reading, which covers the start-up, counts only until there is a second one.
-    """
+    """Mean and peak of each rank's readings over a run's training steps. A rank's first reading, which covers the
+    start-up, counts only until there is a second one."""
 
     def __init__(self) -> None:
         self._samples: Counter[int] = Counter()

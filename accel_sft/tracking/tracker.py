@@ -3,7 +3,7 @@
 import contextlib
 import math
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,7 @@ _PAUSE_SECONDS = 0.05
 class Tracker(contextlib.AbstractContextManager):
     """Records and shows a run. It lives on every rank, and rank 0 writes. Only `phases()` may be a collective.
 
-    Args:
-        main_metric: the metric shown in the bar.
-        terminal: the stream that the bar and `log` print to; standard output by default.
-        offloaded: what the launch keeps on the host: `optimizer`, `param`.
+    The bar shows `main_metric`, and it and `log` print to the stream `terminal`: standard output by default.
     """
 
     def __init__(
@@ -67,11 +64,10 @@ class Tracker(contextlib.AbstractContextManager):
         total_steps: int,
         main_metric: str | None = None,
         terminal: Any = None,
-        offloaded: Collection[str] = (),
     ) -> None:
         names = tracker_names(config.tracker)
         self.accelerator, self.run_dir, self.config, self.main_metric = accelerator, run_dir, config, main_metric
-        self._readings, self._usage, self._idle = Readings(), Usage(), IdleWatch(offloaded)
+        self._readings, self._usage, self._idle = Readings(), Usage(), IdleWatch()
         self._time = TimeSpent()
         self._recorded: list[dict[str, Any]] = []  # this rank's phases
         self._phases: list[dict[str, Any]] = []  # every rank's
@@ -115,13 +111,8 @@ class Tracker(contextlib.AbstractContextManager):
     def step(
         self, record: Mapping[str, Any], system: Sequence[Sequence[float]] = (), forward_seconds: float = math.nan
     ) -> None:
-        """Record one optimizer step: `step`, `tokens`, `seconds` and any other number, to which `tokens_per_second` and
-        `tokens_per_second_per_device` are added.
-
-        Args:
-            system: each rank's `system()`; a curve gets a point when the sample is new.
-            forward_seconds: `TrainStep.forward_seconds` of this rank; its next sample has it.
-        """
+        """Record one optimizer step: `step`, `tokens`, `seconds` and any other number, to which tokens per second are
+        added. `system` is each rank's `system()`, and `forward_seconds` what this rank's forwards of the step took."""
         seconds, times = taken()
         self._system.forward_seconds += forward_seconds
         if not self._writes:
@@ -177,9 +168,7 @@ class Tracker(contextlib.AbstractContextManager):
 
     def rewind(self, step: int, evaluated: bool = True, chain: str = "") -> None:
         """Delete what an earlier start of this run recorded after `step`, at which it resumes now, and the evaluation
-        at `step` if the checkpoint does not contain it (not `evaluated`). Step 0 starts over. `chain` is the
-        checkpoint's.
-        """
+        at `step` if the checkpoint (whose `chain` this is) does not contain it. Step 0 starts over."""
         self._line.done = step
         if not self._writes:
             return

@@ -61,10 +61,9 @@ def test_the_key_goes_into_the_header_and_nowhere_else(served, monkeypatch):
     with serving(served) as url:
         assert Endpoint(url, None, "OTHER_KEY").model == "tuned"
         assert served.asked[-1][1]["Authorization"] == f"Bearer {SECRET}"
-        for status in (418, 401):
-            served.status = [status]
-            with pytest.raises(UserError, match=rf"{status} \(no: Bearer \*\*\*\)"):
-                Endpoint(url, None, "OTHER_KEY")
+        served.status = [401]
+        with pytest.raises(UserError, match=r"401 \(no: Bearer \*\*\*\); give the server's key in \$ACCEL_SFT_API_KEY"):
+            Endpoint(url, None, "OTHER_KEY")
         assert Endpoint(url, None).model == "tuned"
         assert "Authorization" not in served.asked[-1][1]
     with pytest.raises(UserError, match=r"--key-from \*\*\*: this environment variable is not set"):
@@ -86,9 +85,8 @@ def test_a_prompt_is_tokenized_as_it_is_answered(served):
         assert answered[key] == tokenized[key]
 
 
-@pytest.mark.parametrize("form", ["vllm", "plain"])
-def test_a_server_that_takes_the_newer_limit_alone_gets_it(served, form):
-    served.newer, served.form = True, form
+def test_a_server_that_takes_the_newer_limit_alone_gets_it(served):
+    served.newer, served.form = True, "plain"
     with serving(served) as url:
         endpoint = Endpoint(url, "one")
         assert [endpoint.chat(CHAT, most).finish for most in (2, 1)] == ["length"] * 2
@@ -105,22 +103,21 @@ def test_busy_server_is_retried_and_a_refusal_is_final(served):
         assert [path for path, _, _ in served.asked[1:]] == ["/v1/chat/completions"] * 5
         served.asked.clear()
         for status, problem in (
-            (401, r"401 \(no: None\); give the server's key in \$ACCEL_SFT_API_KEY"),
-            (302, r"redirects to http://127.0.0.1:9/v1, which is not followed"),
+            (302, r"name the address that it redirects to in --url: http://127.0.0.1:9/v1"),
             (404, "the server answered 404"),
         ):
             served.status = [status]
             with pytest.raises(UserError, match=problem):
                 endpoint.chat(CHAT, 3)
-        assert len(served.asked) == 3
+        assert len(served.asked) == 2
         for other in (url.removesuffix("/v1"), f"{url}/chat/completions"):
             with pytest.raises(UserError, match=f"name one with --model, or give --url {url}"):
                 Endpoint(other, None)
-        del served.asked[3:]
+        served.asked.clear()
         served.status = [502] * 9
         with pytest.raises(UserError, match="the server answered 502"):
             endpoint.chat(CHAT, 3)
-        assert len(served.asked) == 3 + client.RETRIES + 1
+        assert len(served.asked) == client.RETRIES + 1
 
 
 def test_silence_and_nobody_are_one_line_each():
@@ -155,10 +152,10 @@ def response(body, status="200 OK", *headers):
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        (response(f"Bearer {SECRET}"), r"answered Bearer \*\*\*; is it an OpenAI-compatible server"),
-        (response({}, "302 Found", f"Location: http://x/?k={SECRET}"), r"redirects to http://x/\?k=\*\*\*, which"),
+        (response(f"Bearer {SECRET}"), r"answered .Bearer \*\*\*.; is it an OpenAI-compatible server"),
+        (response({}, "302 Found", f"Location: http://x/?k={SECRET}"), r"in --url: http://x/\?k=\*\*\*"),
         (response({"data": [{"id": SECRET}, {"id": "b"}]}), r"the server has \*\*\*, b; name one with --model"),
-        (response(b"what"), "the answer is no JSON; is it an OpenAI-compatible server"),
+        (response(b"what"), "answered what; is it an OpenAI-compatible server"),
     ],
     ids=["a text with the key", "a redirect with the key", "a name with the key", "no JSON"],
 )
@@ -180,8 +177,7 @@ def test_broken_answer_is_retried(monkeypatch):
 @pytest.mark.parametrize(
     ("message", "logprobs", "text", "known"),
     [
-        ({"content": None}, None, "", []),
-        ({"content": [{"type": "text", "text": "a"}, {"text": "b"}]}, {"content": 5}, "ab", []),
+        ({"content": [{"type": "text", "text": "a"}]}, {"content": 5}, "", []),
         ({"content": "\ud800"}, {"tokens": 5, "token_logprobs": [-1.0]}, "?", []),
         ("what", {"content": [{"token": "a", "logprob": -1}, {"token": "b", "logprob": float("nan")}]}, "", []),
         ({"content": "a"}, {"tokens": ["a"], "token_logprobs": [10**400]}, "a", []),
@@ -207,17 +203,9 @@ def test_answers_that_are_not_whole_are_counted(monkeypatch):
     ]
 
 
-def test_concurrent_requests_leave_out_what_a_server_refuses(served):
-    served.form = "plain"
-    with serving(served) as url:
-        endpoint = Endpoint(url, "tuned")
-        assert len(endpoint.call_all("asked", lambda chat: endpoint.chat(chat, 2), [CHAT] * 9)) == 9
-
-
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
-        ("localhost:8000", "expected an address such as http://127.0.0.1:8000/v1"),
         ("http://host/v1?key=1", "expected an address"),
         ("http://me:sk-a-secret@host/v1", "a key or password in an address is shown by many programs"),
     ],

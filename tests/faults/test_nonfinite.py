@@ -6,7 +6,6 @@ import json
 import math
 
 import pytest
-import torch
 from conftest import accel_sft
 from safetensors.torch import load_file
 
@@ -23,15 +22,13 @@ from dataclasses import dataclass
 import torch
 
 import accel_sft.training.step
-from accel_sft import option
 from accel_sft_math import Math as Shipped
 
 nll_sum, batch_of = accel_sft.training.step.nll_sum, accel_sft.training.step.Batching.batch
 
 @dataclass(kw_only=True)
 class Spoiled(Shipped):
-    \"\"\"Math with an example that spoils the loss, or a gradient, of whatever forward it is in.\"\"\"
-    how: str = option("loss", help="What is spoiled.")
+    \"\"\"Math with an example that spoils the loss, though not the gradients, of whatever forward it is in.\"\"\"
 
     def __post_init__(self):
         seen = []
@@ -41,77 +38,35 @@ class Spoiled(Shipped):
             return batch_of(batching, rows, *rest)
 
         def nll(model, forward):
-            value = nll_sum(model, forward)
-            if not seen[0] or not model.training or not torch.is_grad_enabled():
-                return value
-            if self.how == "gradient":  # the loss itself is finite
-                value.register_hook(lambda gradient: gradient * math.inf)
-                return value
-            return value + math.inf  # whose gradients are finite
+            spoils = seen[0] and model.training and torch.is_grad_enabled()
+            return nll_sum(model, forward) + (math.inf if spoils else 0.0)
 
         accel_sft.training.step.Batching.batch, accel_sft.training.step.nll_sum = batch, nll
 """
-JOB = ("--max-steps", "8", "--global-batch-size", "10", "--train-examples", "40", "--seed", "7")
-JOB += ("--validation-examples", "7", "--eval-every", "off", "--micro-batch-size", "5", "--save-every", "1")
+JOB = ("--max-steps", "8", "--global-batch-size", "10", "--train-examples", "40", "--seed", "7", "--save-every", "50")
+JOB += ("--validation-examples", "7", "--eval-every", "off", "--micro-batch-size", "5")
 
 
-def launched_so(tmp_path, how, yaml, precision, *more):
+# laws/test_layouts.py makes such steps, by loss and by gradient, under every launch
+def test_nonfinite_step_stops_the_run_which_may_leave_it_out(tmp_path):
     (tmp_path / "own.py").write_text(SPOILED)
-    options = {"yaml": yaml, "launcher": ("--mixed_precision", precision)} if yaml else {}
-    return accel_sft(f"{tmp_path}/own.py:Spoiled", *JOB, "--how", how, *more, run_dir=tmp_path / "run", **options)
-
-
-def held_in(folder):
-    """All ranks' weights and moments of a checkpoint, by name and place."""
-    return {key: tensor for path in folder.glob("rank-*") for key, tensor in load_file(path).items()}
-
-
-# test_layouts.py makes such a step under every launch
-@pytest.mark.parametrize(
-    ("yaml", "precision", "how"), [(None, "no", "loss"), pytest.param("z3", "bf16", "gradient", marks=pytest.mark.long)]
-)
-def test_nonfinite_step_is_left_out_on_every_rank(tmp_path, how, yaml, precision):
-    run = launched_so(tmp_path, how, yaml, precision, "--on-nonfinite", "skip", "--keep-checkpoints", "99")
-    assert run.status == 0, run.output
-    left_out = [json.loads(line) for line in (run.run_dir / "nonfinite.jsonl").read_text().splitlines()]
-    assert len(left_out) == 2  # in each of two epochs
-    assert run.result()["steps_left_out"] == 2
-    assert "2 of 8 steps were not finite and left out" in run.output
-    for record in left_out:
-        assert BAD in record["examples"]
-        assert len(record["examples"]) == 10
-        assert (record["loss"] is None) == (how == "loss")
-        step = record["step"]
-        what = "the loss is inf" if how == "loss" else "the gradient's norm is "
-        assert f"step {step}: {what}" in run.output
-        if step > 1 and step + 1 not in [other["step"] for other in left_out]:
-            folders = [run.run_dir / "checkpoints" / f"step-{number:06d}" for number in (step - 1, step, step + 1)]
-            before, after, later = map(held_in, folders)
-            assert all(torch.equal(before[key], after[key]) for key in before)
-            assert not all(torch.equal(after[key], later[key]) for key in after)
-    final = load_file(run.run_dir / "final" / "model.safetensors")
-    assert all(tensor.isfinite().all() for tensor in final.values())
-    assert [line["step"] for line in run.lines()] == list(range(1, 9))
-    others = [line for line in run.lines() if line["step"] not in {record["step"] for record in left_out}]
-    assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in others)
-
-
-# from the start, and from a checkpoint
-@pytest.mark.parametrize("save_every", ["50", pytest.param("1", marks=pytest.mark.long)])
-def test_by_default_it_stops_the_run_which_may_go_on(tmp_path, save_every):
-    run = launched_so(tmp_path, "loss", None, "no", "--save-every", save_every)
+    run = accel_sft(f"{tmp_path}/own.py:Spoiled", *JOB, run_dir=tmp_path / "run")
     assert run.status == 1
     (record,) = map(json.loads, (run.run_dir / "nonfinite.jsonl").read_text().splitlines())
     assert f"step {record['step']}: the loss is inf, and the step was not applied" in run.output
+    assert (record["loss"], len(record["examples"]), BAD in record["examples"]) == (None, 10, True)
     assert run.result()["status"] == "failed"
     assert not (run.run_dir / "final").exists()
-    leaving_out = (*run.arguments, "--resume", "auto", "--on-nonfinite", "skip")
-    again = accel_sft(*leaving_out, run_dir=run.run_dir, **run.options)
+    again = accel_sft(*run.arguments, "--resume", "auto", "--on-nonfinite", "skip", run_dir=run.run_dir)
     assert again.status == 0, again.output
-    assert len(again.lines()) == 8
-    steps = [json.loads(line)["step"] for line in (run.run_dir / "nonfinite.jsonl").read_text().splitlines()]
+    assert again.result()["steps_left_out"] == 2
+    assert "2 of 8 steps were not finite and left out" in again.output
+    steps = {json.loads(line)["step"] for line in (run.run_dir / "nonfinite.jsonl").read_text().splitlines()}
     assert len(steps) == 2  # in each of two epochs, the first of which was made twice
-    assert len(set(steps)) == 2
+    assert [line["step"] for line in again.lines()] == list(range(1, 9))
+    assert {line["step"] for line in again.lines() if line["loss"] is None} == steps
+    final = load_file(run.run_dir / "final" / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in final.values())
 
 
 class Example:

@@ -10,22 +10,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 LONG = pytest.mark.long
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        pytest.param("z2", "ranks 2, now 1; backend deepspeed, now no; zero stage 2, now none", marks=LONG),
-        ("plain", "ranks 1, now 2; backend no, now deepspeed; zero stage none, now 3"),
-    ],
-    ids=["z2", "plain"],
-)
-def test_run_resumes_under_another_launch_with_one_curve(launched, tmp_path, name, message):
-    run_dir = stopped(layout(launched, name), tmp_path / "run", 3)
-    arguments = (*layout(launched, name).arguments, "--resume", "auto", "--micro-batch-size", "1")
-    elsewhere = {} if name != "plain" else {"yaml": "z3", "launcher": FP32}
-    again = accel_sft(*arguments, run_dir=run_dir, **elsewhere)
+def test_run_resumes_under_another_launch_with_one_curve(launched, tmp_path):
+    whole = layout(launched, "plain")
+    arguments = (*whole.arguments, "--resume", "auto", "--micro-batch-size", "1")
+    again = accel_sft(*arguments, run_dir=stopped(whole, tmp_path / "run", 3), yaml="z3", launcher=FP32)
     assert again.status == 0, again.output
-    assert f"at step 3 of 6; written under another layout ({message})" in " ".join(again.output.split())
-    same_curve(layout(launched, "plain").lines(), again.lines())
+    layouts = "ranks 1, now 2; backend no, now deepspeed; zero stage none, now 3"
+    assert f"at step 3 of 6; written under another layout ({layouts})" in " ".join(again.output.split())
+    same_curve(whole.lines(), again.lines())
 
 
 def test_another_precision_is_refused_with_the_way_out(launched, tmp_path):
@@ -47,7 +39,7 @@ def curves(folder):
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
-@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize("step", [2, pytest.param(4, marks=LONG)])
 def test_resumed_run_has_the_end_best_and_curves_of_unstopped(launched, tmp_path, step):
     job = (*JOB, "--train-examples", "25", "--save-every", "2", "--eval-every", "1", "--keep-checkpoints", "9")
     whole = launched("epochs", *job)  # of two steps and a half
@@ -67,14 +59,12 @@ def test_resumed_run_has_the_end_best_and_curves_of_unstopped(launched, tmp_path
     assert again.result().get("best_step") == whole.result().get("best_step")
 
 
-@pytest.mark.parametrize(
-    "way",
-    ["ddp", *(pytest.param(way, marks=LONG) for way in ("z2", "z3", "z2 --adapter lora", "z2 --compile", "--compile"))],
-)
-def test_bf16_and_compiled_blocks_resume_bit_for_bit(tmp_path, way):
-    yaml, *more = way.split() if way[0] != "-" else (None, way)
+# laws/test_layouts.py holds the same of all layouts, and of bf16
+@LONG
+@pytest.mark.parametrize("yaml", [None, "z2"])
+def test_compiled_blocks_resume_bit_for_bit(tmp_path, yaml):
     options = {"yaml": yaml, "launcher": ("--mixed_precision", "bf16")} if yaml else {}
-    job = (*JOB, "--save-every", "3", "--eval-every", "off", *more)
+    job = (*JOB, "--save-every", "3", "--eval-every", "off", "--compile")
     whole = accel_sft(*job, run_dir=tmp_path / "whole", **options)
     assert whole.status == 0, whole.output
     again = resumed(whole, stopped(whole, tmp_path / "run", 3), *job)

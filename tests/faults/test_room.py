@@ -22,35 +22,28 @@ def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
     background.check_disk(accelerator, model, RunDir(tmp_path))
     size = 1024 * 1025 * 12  # of weights and AdamW's moments
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=(size + 1024 * 1025 * 4) * 4 // 3 - 1))
-    with pytest.raises(UserError, match=r"a checkpoint takes 16\.0 MiB"):
+    with pytest.raises(UserError, match=r"checkpoints need 1 x 16\.0 MiB"):
         background.check_disk(accelerator, model, RunDir(tmp_path), averaged=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size * 4 // 3))
     background.check_disk(accelerator, model, RunDir(tmp_path))
-    with pytest.raises(UserError, match=r"3 checkpoints take 36\.0 MiB, .* --keep-checkpoints"):
+    with pytest.raises(UserError, match=r"checkpoints need 3 x 12\.0 MiB, .* --keep-checkpoints"):
         background.check_disk(accelerator, model, RunDir(tmp_path), checkpoints=3)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size * 4 // 3 - 1))
-    with pytest.raises(UserError, match=r"takes 12.0 MiB, other files 4.0 MiB, and 16.0 MiB are free; free space"):
+    with pytest.raises(UserError, match=r"need 1 x 12.0 MiB, other files 4.0 MiB, and 16.0 MiB are free; free space"):
         background.check_disk(accelerator, model, RunDir(tmp_path))
-
-
-def control_groups(tmp_path, lines, files):
-    """A machine's files of control groups, as the kernel writes them."""
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/meminfo").write_text(f"MemTotal:       {64 * 2**20} kB\nMemFree: 1 kB\n")
-    (tmp_path / "proc/self/cgroup").write_text("".join(f"{line}\n" for line in lines))
-    for name, content in files.items():
-        path = tmp_path / "sys/fs/cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-    return tmp_path
 
 
 @pytest.fixture
 def free(tmp_path, monkeypatch):
-    """`free(lines, files)`: the free bytes of a machine with these control groups."""
+    """`free(lines, files)`: the free bytes of a machine with these control groups, as the kernel writes them."""
+    monkeypatch.setattr(host_memory, "SYSTEM", tmp_path)
 
     def free_bytes(lines, files):
-        monkeypatch.setattr(host_memory, "SYSTEM", control_groups(tmp_path, lines, files))
+        meminfo = f"MemTotal:       {64 * 2**20} kB\nMemFree: 1 kB\n"
+        own = {"proc/meminfo": meminfo, "proc/self/cgroup": "".join(f"{line}\n" for line in lines)}
+        for name, content in {**own, **{f"sys/fs/cgroup/{name}": text for name, text in files.items()}}.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(content)
         return host_memory.free_bytes()
 
     return free_bytes

@@ -146,7 +146,7 @@ def test_penalties_of_the_base_are_named_and_left_out(tmp_path):
     question, device = [[5, 6, 7]], torch.device("cpu")
 
     def answer(model):
-        return generate(model, question, 12, [0], 0, device)
+        return generate(model, question, 12, [0], 0, device)[0]
 
     plain = answer(loaded(folder)[0])
     given = {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "suppress_tokens": plain[0], "min_new_tokens": 12}

@@ -9,7 +9,7 @@ import types
 class Nvml:
     """Stands for the module `pynvml`; an answer of None is "Not Supported", as NVML says of a MIG slice."""
 
-    NVML_CLOCK_SM = 1
+    NVML_CLOCK_SM = NVML_GPU_UTILIZATION_SAMPLES = 1
 
     class NVMLError(Exception):
         pass

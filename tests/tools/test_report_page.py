@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from accel_sft.api.errors import UserError
 from accel_sft.cli.group import cli
-from accel_sft.io import files
 from accel_sft.io.files import write_json_lines
 from accel_sft.io.run_dir import RunDir
 from accel_sft.results.labels import label_scores
@@ -189,12 +188,6 @@ def test_what_has_no_end_is_not_read(two, tmp_path):
     (endless / "metrics.jsonl").symlink_to("/dev/zero")
     printed = report(endless, "--output", tmp_path / "page.html")
     assert printed.count("cannot be read: it is no regular file") == 4
-
-
-def test_a_file_that_is_too_large_is_named(two, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MOST_BYTES", 1000)
-    large = copy(two[0], tmp_path / "large")
-    assert any("metrics.jsonl cannot be read: it is larger than" in line for line in read_run(large, "large").notes)
 
 
 def test_long_numbers_and_many_names_make_no_large_page(two, tmp_path):

@@ -37,21 +37,15 @@ def printed(result, before, after, width=80):
     return text
 
 
-def test_evaluation_report_names_its_own_files_and_no_training():
-    page = render_report({"status": "complete", "task": "math", "after": AFTER}, [], [sample(0, "t0")])
-    assert "## Answers (1 of 1, all in `samples-tuned.jsonl`)" in page
-    assert "## Training" not in page
-
-
 def test_the_result_is_json_whatever_the_numbers(tmp_path):
     text = RunDir(tmp_path).write_result({"before": {"eval_loss": math.nan}, "list": [math.inf, 1.5]}).read_text()
     assert "NaN" not in text
     assert json.loads(text) == {"before": {"eval_loss": None}, "list": [None, 1.5]}
 
 
-@pytest.mark.parametrize("text", ["a\u2028b", "a\u2029b", "a\x85b", "a\x0c\x1e\r\nb", ""])
-def test_answers_are_read_as_they_were_written(tmp_path, text):
-    run_dir, rows = RunDir(tmp_path), [sample(0, text), sample(1, "2 + 3")]
+def test_answers_are_read_as_they_were_written(tmp_path):
+    run_dir = RunDir(tmp_path)
+    rows = [sample(0, text) for text in ("a\u2028b\u2029c\x85d", "a\x0c\x1e\r\nb", "")]
     run_dir.samples.mkdir()
     write_json_lines(run_dir.answers(4), rows)
     assert run_dir.read_samples(4) == rows
@@ -62,7 +56,7 @@ def test_answers_are_read_as_they_were_written(tmp_path, text):
 def test_answers_that_were_damaged_are_refused_in_a_line(tmp_path, content):
     RunDir(tmp_path).samples.mkdir()
     RunDir(tmp_path).answers(4).write_bytes(content)
-    with pytest.raises(UserError, match=r"step-000004.jsonl: cannot be read .*; take it away, and go on with --resume"):
+    with pytest.raises(UserError, match=r"step-000004.jsonl: has 1 unreadable lines; take it away, and go on with --"):
         RunDir(tmp_path).read_samples(4)
 
 
@@ -105,14 +99,13 @@ def test_the_page_has_training_comparison_memory_and_answers(tmp_path):
     assert "stopped early" not in page
 
 
-def test_answers_are_joined_by_index_not_by_place():
-    page = render_report({}, [sample(1, "b1"), sample(0, "b0")], [sample(2, "t2"), sample(0, "t0")])
+def test_answers_are_joined_by_index_and_take_no_effect_in_the_page():
+    page = render_report({"status": "complete"}, [sample(1, "b1"), sample(0, "b0")], [sample(2, "t2"), sample(0, "t0")])
     for row in ("| 0 | 0= | 1 + 2 | b0 | t0 |", "| 1 | 1= | 1 + 2 | b1 |  |", "| 2 | 2= | 1 + 2 |  | t2 |"):
         assert row in page
-
-
-def test_nothing_in_an_answer_takes_effect_in_the_page():
+    assert "## Training" not in page
     page = render_report({}, [], [sample(0, "<script>|**b**\n`c`\x1b[2J" + "x" * 400)])
+    assert "## Answers (1 of 1, all in `samples-tuned.jsonl`)" in page
     row = page.splitlines()[-1]
     assert "<script>" not in row
     assert row.count("|") == 8
@@ -213,16 +206,17 @@ def test_answers_that_are_no_labels_have_no_scores_by_label(given):
     assert label_scores(given, "exact_match") == {}
 
 
-@pytest.mark.parametrize("damage", [5, {}, {"a": 1}, {"a": {"examples": "x"}}, [1], {"a": {"answers": {"a": "x"}}}])
+@pytest.mark.parametrize("damage", [5, {"a": 1}, {"a": {"examples": "x"}}, {"a": {"answers": {"a": "x"}}}])
 def test_labels_of_another_form_are_left_out(damage):
     assert "Scores by label" not in render_report({"labels": damage}, [], [])
 
 
 def test_an_evaluation_without_a_base_has_one_side():
-    text = printed({"after": AFTER}, [], [sample(0, "1 + 4", accuracy=1.0)])
+    text = printed({"after": AFTER}, [], [sample(0, "[/red] [bold]x[/bold]", accuracy=1.0)], 120)
     assert "base" not in text
     assert "change" not in text
     assert re.search(r"^ *accuracy +1 *$", text, re.M)
+    assert "[/red] [bold]x[/bold]" in text  # markup is shown and not obeyed
 
 
 @pytest.mark.parametrize(
@@ -240,10 +234,6 @@ def test_base_and_tuned_say_which_weights_they_are():
     named = {**RESULT, "weights": {"base": "tiny before the first step", "tuned": "final/, of step 100"}}
     for text in (printed(named, [], []), render_report(named, [], []), card(result=named)):
         assert "base: tiny before the first step; tuned: final/, of step 100" in text
-
-
-def test_markup_in_an_answer_is_shown_and_not_obeyed():
-    assert "[/red] [bold]x[/bold]" in printed({}, [], [sample(0, "[/red] [bold]x[/bold]")], 120)
 
 
 def test_card_of_merged_weights_asks_for_no_4_bits():

@@ -119,14 +119,13 @@ def test_examples_without_a_difference_are_never_called_enough():
     assert needed(few) > 3
 
 
-@pytest.mark.parametrize(("less", "words"), [(0.1, "no difference that 3 examples can show"), (0.0, "the same")])
-def test_equal_changes_have_only_rounding_noise(less, words):
+def test_equal_changes_have_only_rounding_noise():
     scores = [0.2, 0.7, 0.4]
-    before = [0.1 + 0.2 + score - 0.3 - less for score in scores]  # differs by rounding
+    before = [0.1 + 0.2 + score - 0.3 for score in scores]  # differs by rounding
     after, before = (measured({"a": sum(of) / len(of)}, answers("a", of), None)[0]["a"] for of in (scores, before))
     change = paired(before, after)
     assert (change["standard_error"], change["low"], needed(change)) == (0.0, None, None)
-    assert verdict(change, WORDS) == words
+    assert verdict(change, WORDS) == "the same"
 
 
 def test_other_examples_are_not_paired():
@@ -216,21 +215,16 @@ def test_metric_that_cannot_be_resampled_says_why(name, reason):
 
 
 def test_slow_or_foreign_aggregate_has_no_interval(monkeypatch):
-    samples = micro_answers(1, 0.5)
+    beats, samples = heartbeat_count(), micro_answers(1, 0.5)
     values = Micro.aggregate([sample["scores"] for sample in samples])
     _, without = measured({**values, "f1": values["f1"] + 0.1}, samples, Micro.aggregate)
     assert without == {"f1": "aggregate() of the answers that were kept gives another number"}
+    measured(values, samples, Micro.aggregate)
+    assert heartbeat_count() - beats >= 2000  # for the watch over hangs
     monkeypatch.setattr(resampled, "_LONGEST_SECONDS", -1.0)
     metric_of, without = measured(values, samples, Micro.aggregate)
     assert without == {"f1": "aggregate() is too slow to resample within -1 s"}
     assert metric_of.keys() == {"right"}
-
-
-def test_slow_aggregate_sends_heartbeats_while_it_is_resampled():
-    beats = heartbeat_count()
-    samples = micro_answers(1, 0.5)
-    measured(simulated.micro_f1([sample["scores"] for sample in samples]), samples, simulated.micro_f1)
-    assert heartbeat_count() - beats >= 2000
 
 
 def test_one_example_or_none_have_no_interval():
@@ -265,7 +259,7 @@ def test_few_examples_are_named_beside_their_intervals():
         assert ("; of so few, about 90% where scores are skewed." in sentences) is few
 
 
-@pytest.mark.parametrize("damage", [5, {"after": {"f1": [1, None]}, "change": {"f1": {"p": "x"}}}, {"change": [1]}])
+@pytest.mark.parametrize("damage", [5, {"after": {"f1": [1, None]}, "change": {"f1": {"p": "x"}}}])
 def test_intervals_of_no_form_are_left_out(damage):
     samples = micro_answers(1, 0.5)
     result = {**evaluated(samples, samples), "intervals": damage}

@@ -452,7 +452,7 @@ def in_a_small_disk(folder, size, *arguments):
     ("size", "message"),
     [
         ("2m", "the disk is full; free space, then go on with --resume auto"),  # the base model
-        ("14m", "a checkpoint takes 10.2 MiB, other files 3.4 MiB, and "),
+        ("14m", "checkpoints need 1 x 10.2 MiB, other files 3.4 MiB, and "),
     ],
 )
 def test_a_full_disk_is_named_with_the_way_out(tmp_path, size, message):

@@ -11,7 +11,7 @@ from accel_sft.chat.answer_text import without_thinking
 from accel_sft.chat.conversation import Conversation, conversation, wanted
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.evaluation.endpoint import Endpoint, EndpointError, Reply
-from accel_sft.evaluation.evaluator import AnswerInText, Evaluator, Generated, refuse_beyond_text
+from accel_sft.evaluation.evaluator import Evaluator, Generated, refuse_beyond_text
 from accel_sft.evaluation.generate import generate
 from accel_sft.io.text import common_length, one_line
 from accel_sft.models.architecture import arguments
@@ -65,7 +65,8 @@ class Reference:
         """The greedy continuation of a prompt, up to the token that ends an answer."""
         pad = self.tokenizer.pad_token_id
         with torch.no_grad():
-            return generate(self.model, [prompt], tokens, self.ends, pad, self.model.device)[0]
+            (answer,), _ = generate(self.model, [prompt], tokens, self.ends, pad, self.model.device)
+            return answer
 
 
 @dataclasses.dataclass
@@ -136,10 +137,10 @@ def compare(reference: Reference, endpoint: Endpoint) -> list[Pair]:
     return pairs
 
 
-def served_answer(pair: Pair, thinking: str | None) -> AnswerInText:
+def served_answer(pair: Pair, thinking: str | None) -> Reply:
     """The server's answer as it is scored; an empty one if it refused."""
     text = without_thinking(pair.reply.text, wanted(pair.chat, thinking)) if pair.reply else ""
-    return AnswerInText(text, 1)
+    return Reply(text, "stop", tokens=1)
 
 
 def ask(reference: Reference, endpoint: Endpoint, pair: Pair) -> Reply:
