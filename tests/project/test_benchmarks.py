@@ -1,4 +1,5 @@
-"""Every benchmark runs, by `--smoke`, and prints its table. What is measured says nothing at that size."""
+"""Every benchmark runs, by `--smoke`, and prints its table: the quickest in the default run, the others in that of
+`.ci/run --all`. What is measured says nothing at that size."""
 
 from __future__ import annotations
 
@@ -38,26 +39,26 @@ def number(cell: str) -> float:
 @pytest.mark.parametrize(
     ("script", "heading", "rows"),
     [
-        ("speed.py", "real tokens/s", {"accel_sft"}),
-        pytest.param(*("batching.py", "s a step", {"the default", "shared 16"}), marks=pytest.mark.long),
-        ("precision.py", "real tokens/s", {"fp32", "bf16, ZeRO-2"}),
-        pytest.param(*("hybrids.py", "times padded", {"lfm2"}), marks=pytest.mark.long),
-        ("generation.py", "answers/s", {"accel_sft", "`generate`, 64 rows"}),
-        ("checkpoint.py", "GiB", {"waiting", "background", "save_state"}),
-        pytest.param(*("memory.py", "USS median", {"2,000"}), marks=pytest.mark.long),
-        pytest.param(
-            *("overhead.py", "lines: median", {"a step", "forward", "backward", "optimizer", "**ours**", "- gather"}),
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            *("kernels.py", "ms a step", {"matrix products", "attention", "optimizer", "ours"}), marks=pytest.mark.long
-        ),
-        ("startup.py", "no launcher, again", {"in all", "imports of the libraries", "layout trials"}),
-        ("gpu.py", "tokens/s", {"0.5B full"}),
-        ("plan_accuracy.py", "measured", {"20 million"}),
-        pytest.param(*("plan_accuracy.py --source images", "measured", {"qwen2_vl"}), marks=pytest.mark.long),
         ("plan_accuracy.py --source simulated", "measured", {"0.5B"}),
-        pytest.param(*("significance.py", "intervals that cover it", {"rate, Wilson"}), marks=pytest.mark.long),
+        *(
+            pytest.param(*row, marks=pytest.mark.long)
+            for row in (
+                ("speed.py", "real tokens/s", {"accel_sft"}),
+                ("batching.py", "s a step", {"the default", "shared 16"}),
+                ("precision.py", "real tokens/s", {"fp32", "bf16, ZeRO-2"}),
+                ("hybrids.py", "times padded", {"lfm2"}),
+                ("generation.py", "answers/s", {"accel_sft", "`generate`, 64 rows"}),
+                ("checkpoint.py", "GiB", {"waiting", "background", "save_state"}),
+                ("memory.py", "USS median", {"2,000"}),
+                ("overhead.py", "lines: median", {"a step", "forward", "backward", "optimizer", "**ours**"}),
+                ("kernels.py", "ms a step", {"matrix products", "attention", "optimizer", "ours"}),
+                ("startup.py", "no launcher, again", {"in all", "imports of the libraries", "layout trials"}),
+                ("gpu.py", "tokens/s", {"0.5B full"}),
+                ("plan_accuracy.py", "measured", {"20 million"}),
+                ("plan_accuracy.py --source images", "measured", {"qwen2_vl"}),
+                ("significance.py", "intervals that cover it", {"rate, Wilson"}),
+            )
+        ),
     ],
 )
 def test_benchmarks_print_their_tables(script, heading, rows, tmp_path):
