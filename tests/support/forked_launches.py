@@ -1,8 +1,9 @@
-"""Has what a tool launches fork from a process with all imports made (forked.py), which takes a quarter of the time; a
-launch of one process can be killed all the same."""
+"""Launches of tools: found by their mark, or forked from a process with all imports made (forked.py), which takes a
+quarter of the time; a forked launch of one process can be killed all the same."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import tempfile
@@ -10,8 +11,9 @@ import time
 from pathlib import Path
 
 import forked
+import psutil
 
-from accel_sft.launch.child import Ended
+from accel_sft.launch.child import MARK, Ended
 
 _LAUNCHERS = {"accelerate.commands.launch": forked.LAUNCH, "torch.distributed.run": forked.TORCHRUN}
 _running: list[multiprocessing.Process] = []
@@ -34,3 +36,13 @@ def _launch(command, environment, folder: Path, log: Path, limit_seconds, on_pol
             on_poll()
         log.write_bytes(b"".join((Path(printed) / name).read_bytes() for name in ("stdout", "stderr")))
     return Ended(_running.pop().exitcode, time.monotonic() - began, over_time=False)
+
+
+def marked(folder: Path) -> list[psutil.Process]:
+    """Processes of any launch below this folder."""
+    processes = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK, "").startswith(str(folder)):
+                processes.append(process)
+    return processes

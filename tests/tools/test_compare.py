@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import forked_launches
-import psutil
 import pytest
 from click.testing import CliRunner
 from limits import wait_for
@@ -29,7 +28,7 @@ from accel_sft.api.options import settings
 from accel_sft.cli.group import cli
 from accel_sft.io.files import write_json_lines
 from accel_sft.io.run_dir import RunDir
-from accel_sft.launch.child import MARK, Ended, outcome
+from accel_sft.launch.child import Ended, outcome
 from accel_sft.tools.compare import command, rounds
 from accel_sft.tools.compare.findings import findings as summary
 from accel_sft.tools.compare.findings import paired_settings
@@ -138,15 +137,13 @@ def test_record_of_a_run_is_what_its_folder_says(compared, tmp_path):
     folder, _, record = compared
     run = record["settings"][0]["runs"][0]
     run_dir = RunDir(folder / "compared" / run["folder"])
-    lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
+    steps = [line for line in map(json.loads, run_dir.metrics.read_text().splitlines()) if "loss" in line]
     result = json.loads(run_dir.result.read_text())
-    assert run["step_seconds"] == [line["seconds"] for line in steps[1:]]
-    assert run["steps"] == 3
+    assert (run["steps"], run["step_seconds"]) == (3, [line["seconds"] for line in steps[1:]])
     expected = sum(line["tokens"] for line in steps[1:]) / sum(line["seconds"] for line in steps[1:])
     assert run["tokens_per_second"] == run["tokens_per_second_per_device"] == pytest.approx(expected)
     assert run["mfu"] is None  # a CPU has no known peak
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**line, "mfu": 0.25}) + "\n" for line in steps))
+    write_json_lines(tmp_path / "metrics.jsonl", [{**line, "mfu": 0.25} for line in steps])
     assert measure(RunDir(tmp_path), 1)["mfu"] == pytest.approx(0.25)
     assert run["peak_host_memory_gib"] == result["peak_host_memory_gib"] > 0
     assert run["host_memory_all_ranks_gib"] == result["system"][0]["peak"]["process_memory_gib"] > 0
@@ -154,18 +151,6 @@ def test_record_of_a_run_is_what_its_folder_says(compared, tmp_path):
     assert run["environment"]["versions"]["torch"] == record["environment"]["versions"]["torch"]
     assert not run_dir.final.exists()  # weights are deleted once they are measured
     assert (folder / "compared" / run["log"]).is_file()
-
-
-def marked(folder):
-    """Processes of any launch below this folder."""
-    processes = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK, "").startswith(str(folder)):
-                processes.append(process)
-        except psutil.Error:
-            continue
-    return processes
 
 
 def test_an_interrupted_comparison_leaves_no_process_and_goes_on(tmp_path, monkeypatch):
@@ -182,19 +167,19 @@ def test_an_interrupted_comparison_leaves_no_process_and_goes_on(tmp_path, monke
         assert process.poll() is None, process.communicate()[0]
         return process
 
-    process = started(lambda: marked(tmp_path))
+    process = started(lambda: forked_launches.marked(tmp_path))
     process.kill()
     process.communicate()
-    left = marked(tmp_path)
+    left = forked_launches.marked(tmp_path)
     assert left != []
     process = started((tmp_path / "begun").exists)
-    assert marked(tmp_path) != []
+    assert forked_launches.marked(tmp_path) != []
     assert [one for one in left if one.is_running()] == []
     process.send_signal(signal.SIGINT)
     printed = process.communicate()[0]
     assert process.returncode == 130, printed
     assert "interrupted by SIGINT; to go on: the same command, with --output-dir" in printed
-    assert marked(tmp_path) == []
+    assert forked_launches.marked(tmp_path) == []
     assert (read(tmp_path)["status"], read(tmp_path)["settings"][0]["runs"]) == ("interrupted", [])
     (tmp_path / "hold").unlink()
     here(monkeypatch, tmp_path, *given)
@@ -372,6 +357,10 @@ def test_findings_name_the_fastest_and_what_others_cost(tmp_path):
     findings = "\n".join(summary(record))
     assert "Not all settings compute in the same precision (bf16, no)" in findings
     assert "Not the same around all runs: versions (" in findings
+    record["settings"].append(copy.deepcopy(record["settings"][0]) | {"runs": [], "name": "z3"})
+    summarised(record, tmp_path)
+    assert record["settings"][3]["status"] == "not run"
+    assert (terminal_table(record).row_count, len(as_csv(record).splitlines())) == (4, 7)
 
 
 def test_difference_below_spread_is_undecided_and_one_round_unknown(tmp_path):
@@ -432,32 +421,23 @@ def test_sweep_is_ranked_by_metric_and_not_by_speed(tmp_path):
     assert [str(text) for text in table.columns[2].cells] == ["0.96", "0.94", "0.92", "0.9", "0.9", "0.5", "0.5"]
 
 
-def test_equal_metrics_are_undecided_and_a_single_seed_is_named(tmp_path):
+def test_equal_and_missing_metrics_and_one_seed_are_named(tmp_path):
     rows = [of_sweep(1e-4, 1, 1.0, 0.3), of_sweep(3e-4, 1, 1.0, 0.1), of_sweep(1, 1, None, None)]
-    findings = made(tmp_path, SWEPT, rows)["findings"]
+    findings = made(tmp_path / "equal", SWEPT, rows)["findings"]
     both = "learning-rate 0.0003 and learning-rate 0.0001"  # the lower validation loss first
     assert findings[0].startswith(f"Undecided which is the best by accuracy after training: {both}. They differ by 0 ")
     assert findings[2] == "With one seed it is not known whether such differences repeat; --seed 1,2,3 tells."
-
-
-def test_sweep_without_metric_is_unranked_and_launches_add_speed(tmp_path):
     record = made(tmp_path / "none", SWEPT, [of_sweep(1e-4, 1, None, None), of_sweep(3e-4, 1, None, None)])
     line = "Settings cannot be ranked: no run has accuracy after training; leave out --eval-every off."
     assert record["findings"][0] == line
+
+
+def test_direction_of_the_metric_decides_and_launches_add_speed(tmp_path):
     rows = [(("z0", rate), of_rounds) for (rate, _), of_rounds in (of_sweep(1, 1, 0.5, 1), of_sweep(2, 1, 0.7, 1))]
     for place, (higher, best) in {"more": (True, 2), "less": (False, 1)}.items():
         findings = made(tmp_path / place, ("launch", "learning_rate"), rows, higher_is_better=higher)["findings"]
         assert findings[0] == f"learning-rate {best} is the best by accuracy after training."
         assert any("Which setting is the fastest is not known" in line for line in findings)
-
-
-def test_tables_take_a_setting_without_numbers(tmp_path):
-    record = made(tmp_path, ["launch"], [of_launch("z0", (1000, 1100))])
-    record["settings"].append(copy.deepcopy(record["settings"][0]) | {"runs": [], "name": "z1"})
-    summarised(record, tmp_path)
-    assert record["settings"][1]["status"] == "not run"
-    assert terminal_table(record).row_count == 2
-    assert len(as_csv(record).splitlines()) == 3
 
 
 def answered(tmp_path, rows, right):
@@ -486,7 +466,6 @@ def test_a_difference_that_other_examples_may_turn_round_is_undecided(tmp_path):
     assert "learning-rate 0.0001: 0.62 (95%: 0.52 to 0.72), validation loss 0.1;" in findings[1]
     assert re.search(r"0.0003: [^;]*, no difference that 100 examples can show; [\d,]+ would; ", findings[1])
     assert re.search(r"0.001: [^;]*, worse \(-0.42, -0.\d\d to -0.\d\d\)\.", findings[1])
-    assert findings[2] == "Each is tested against the best on the same examples, corrected for 3 settings (Holm)."
 
 
 def test_seeds_are_tested_together_and_other_examples_never(tmp_path):

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import accel_sft
-from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from places import CONFIGS
 from planned import LLAMA_8B, QWEN_05B, QWEN_7B, QWEN_14B, count, job_of
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -37,11 +36,7 @@ SMALL |= {"num_key_value_heads": 2, "vocab_size": 512, "head_dim": 24}
 SMALL |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 SHARED = {"shared_expert_intermediate_size": 80, "mlp_only_layers": [1]}
-MORE = {
-    "mixtral": EXPERTS,
-    "qwen2_moe": {**EXPERTS, **SHARED, "moe_intermediate_size": 48},
-    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 48},
-}
+MORE = {"mixtral": EXPERTS, "qwen2_moe": {**EXPERTS, **SHARED, "moe_intermediate_size": 48}}
 
 
 def config_of(family, **more):
@@ -59,10 +54,7 @@ def test_published_models_are_counted_exactly():
     assert count(gemma).other == 419_816_304
 
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", *MORE]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", *MORE])
 def test_every_family_is_counted_as_it_is_built(family):
     for tied in (True, False):
         config = config_of(family, tie_word_embeddings=tied)
@@ -85,39 +77,22 @@ def test_an_adapter_is_counted_as_peft_makes_it(family, adapter):
     assert count(config.to_diff_dict()).trained(adapter) == real
 
 
-def test_named_target_modules_count_alone_and_unknown_ones_are_refused():
+def test_named_modules_count_alone_and_unknown_ones_are_refused():
     shape = count(QWEN_14B)
     assert shape.trained("lora", 8, "q_proj, v_proj") == 48 * 8 * (5120 + 5120 + 5120 + 1024)
     with pytest.raises(UserError, match="--lora-target-modules query: no such module; there are q_proj"):
         shape.trained("lora", 8, "query,v_proj")
-
-
-def test_unbuildable_configuration_is_refused_in_one_line():
     with pytest.raises(UserError, match="--model odd: model_type no_such: its parameters cannot be counted"):
         read_shape({"model_type": "no_such"}, "odd")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("num_attention_heads", 0), ("num_hidden_layers", 10**7), ("vocab_size", "many")],
-)
+@pytest.mark.parametrize(("name", "value"), [("num_hidden_layers", 10**5), ("vocab_size", "many")])
 def test_impossible_sizes_are_refused_in_one_line(called, tmp_path, name, value):
     (tmp_path / "config.json").write_text(json.dumps({**QWEN_05B, name: value}))
     done = called("plan", "math", "--model", str(tmp_path), "--gpus", "0")
     assert done.status == 1
     assert f"config.json: {name} {value}: expected a whole number from 1 to" in done.output
     assert "Traceback" not in done.output
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_stage_2_is_deepspeeds_estimate_without_bf16_gradients(ranks):
-    """Its 18P/N have gradients in bf16 and in float32; a rank sums them up in float32, and steps with that sum."""
-    planned = job_of(QWEN_14B, "z2", ranks)
-    device, _ = placed(planned)
-    parameters = planned.shape.parameters
-    _, theirs = estimate_zero2_model_states_mem_needs(parameters, ranks, cpu_offload=False)
-    ours = device.weights + device.master + device.moments + device.gradients + device.update
-    assert ours == pytest.approx(theirs - 2 * parameters / ranks)
 
 
 def test_states_of_the_stages():
@@ -182,20 +157,6 @@ def test_what_users_measured_by_hand_is_met():
     assert all(estimate.device_peak_bytes < 20e9 for estimate in estimates.values())
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
-def test_every_launch_file_has_every_phase_and_component(name, device):
-    if name in ("fsdp2", "fsdp2_offload", "hsdp") and device == "cpu":
-        pytest.skip("it needs GPUs")
-    estimate = closed_form.estimate(job_of(QWEN_05B, name, device=device))
-    for memory in (estimate.host, *([estimate.device] if device == "cuda" else [])):
-        assert tuple(memory) == PHASES
-        assert all(set(parts) == set(COMPONENTS) and min(parts.values()) >= 0 for parts in memory.values())
-    assert max(totals(estimate.device or estimate.host).values()) > 0
-    larger = closed_form.estimate(job_of(QWEN_05B, name, device=device, tokens=8192))
-    assert (larger.device_peak_bytes, larger.host_peak_bytes) >= (estimate.device_peak_bytes, estimate.host_peak_bytes)
-
-
 def test_buckets_follow_the_hidden_size_where_json_says_auto():
     shipped = job_of(QWEN_05B, "z3")
     zero = {**shipped.launch.zero, "reduce_bucket_size": "auto"}
@@ -216,13 +177,8 @@ def test_checkpointing_offload_and_sharding_save_memory_and_cost_time():
     seconds = {name: speed(job_of(QWEN_14B, name), 65536).seconds for name in ("z2", "z2_offload", "z3", "z3_nvme")}
     assert seconds["z2"] < seconds["z2_offload"] < seconds["z3_nvme"]
     assert seconds["z2"] < seconds["z3"]
-    short = {"tokens": 1024, "config": QWEN_05B}
-    cuda, cpu = (
-        {name: speed(job_of(name=name, device=device, **short), 1024).seconds for name in (*seconds, "z3_offload")}
-        for device in ("cuda", "cpu")
-    )
-    assert 1.5 * cuda["z2"] < cuda["z2_offload"]
-    assert (cpu["z2_offload"], cpu["z3_offload"]) == (cpu["z2"], cpu["z3"])  # 0.92 of the speed was measured
+    on_cpu = [speed(job_of(QWEN_05B, name, device="cpu", tokens=1024), 1024).seconds for name in ("z2", "z2_offload")]
+    assert on_cpu[0] == on_cpu[1]  # 0.92 of the speed was measured
     assert speed(again, 65536).seconds > speed(plain, 65536).seconds
 
 
@@ -260,10 +216,9 @@ def test_commonest_job_gets_fastest_launch_with_options_it_needs(called, models,
     done = called("plan", "chat", "--model", str(models / "7b"), *LORA_7B, *given)
     assert done.status == 0, done.output
     *_, command = done.output.strip().splitlines()
-    printed = " ".join(done.output.split())
-    assert f"Recommended: ddp{f' with {flags}' if flags else ''}, the simplest" in printed
+    assert f"Recommended: ddp{f' with {flags}' if flags else ''}, the simplest" in " ".join(done.output.split())
     assert all(flag in command for flag in (*flags.split(), "--train-file TRAIN_FILE"))
-    assert command.count("--eval-batch-size") == ("eval-batch-size" in f"{flags} {given}")
+    assert ("--eval-batch-size" in command) == bool(flags)
 
 
 def test_full_7b_on_small_gpus_shows_host_disk_and_adapter(called, models):
@@ -373,7 +328,7 @@ def fitting(name, seconds, *, tight=False, machines=1):
     return plans.Plan(
         name=name,
         file=CONFIGS / f"{name}.yaml",
-        job=SimpleNamespace(launch=SimpleNamespace(machines=machines, offload=lambda what: "none"), adapter="none"),
+        job=SimpleNamespace(launch=SimpleNamespace(machines=machines, offload=lambda what: "none"), adapter="lora"),
         estimate=SimpleNamespace(),
         speed=Speed(seconds=seconds, sent_bytes=0.0, host_bytes=0.0, forwards=1),
         tight=tight,
@@ -404,7 +359,6 @@ def test_json_and_details_have_every_phase(plan):
 LITTLE_HOST = ("--model", "tiny", "--gpus", "8", "--gpu-memory", "80", "--host-memory", "1")
 REFUSED = {
     "no such file": (("--launch", "z9"), "--launch z9: no such file, and no launch file of this name is shipped"),
-    "modules": (("--adapter", "lora", "--lora-target-modules", "query"), "query: no such module; there are q_proj"),
     "ema": (("--ema-decay", "0.999", "--launch", "z3_nvme"), "z3_offload.yaml"),
     "nothing fits": (LITTLE_HOST, "No launch file fits. Try --micro-batch-size auto, a lower --max-length, a smaller"),
     "not predicted": (("--launch", "z3_sp"), "memory under sequence parallelism is not predicted"),
@@ -498,10 +452,7 @@ def test_launch_whose_processes_cannot_hold_the_weights_is_refused(monkeypatch, 
 def test_launch_that_cannot_fit_is_refused_before_loading(called, tmp_path):
     build_tiny(tmp_path / "model", ["1 + 1", "2 + 2"] * 20, 0)
     config = json.loads((tmp_path / "model/config.json").read_text())
-    (tmp_path / "model/config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**5, "layer_types": None}))
     job = ("math", "--model", str(tmp_path / "model"), "--max-steps", "1", "--train-examples", "50")
-    done = called(*job, run_dir=tmp_path / "endless")
-    assert "num_hidden_layers 100000: expected a whole number from 1 to 1,000" in done.output
     large = {**config, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 400, "layer_types": None}
     (tmp_path / "model/config.json").write_text(json.dumps(large))
     done = called(*job, run_dir=tmp_path / "refused")

@@ -149,8 +149,6 @@ def _best_settings(record: Mapping[str, Any]) -> Iterator[str]:
     words = words_for(record.get("higher_is_better", True))
     listed = [f"{one}{f', {verdict(test, words)}' if (test := tests.get(one.name)) else ''}" for one in settings]
     yield f"By {metric}, the best first: {'; '.join(listed[:_LISTED])}."
-    if tests:
-        yield f"Each is tested against the best on the same examples, corrected for {len(settings)} settings (Holm)."
     if any(setting.spread is None for setting in settings):
         yield "With one seed it is not known whether such differences repeat; --seed 1,2,3 tells."
 

@@ -32,11 +32,6 @@ class PlannedMachine:
     bf16: bool = True  # natively; assumed of GPUs that the user describes
     gpu: str = ""  # the name; "" of another machine's GPUs, or of several names
 
-    def describe(self) -> str:
-        """The machine in words, for the head of the table."""
-        gpus = f"{self.gpus} GPU of {self.gpu_bytes / GIB:.0f} GiB" if self.gpu_bytes else "no GPU"
-        return f"{gpus}, {self.host_bytes / GIB:.0f} GiB of host memory"
-
 
 def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> PlannedMachine:
     """Return the machine that the user describes; what the user leaves out is taken from this machine: GPUs from
@@ -105,11 +100,6 @@ class Plan:
         """`more` as words of a command line."""
         values = [flag_of(name) if value is True else f"{flag_of(name)} {value}" for name, value in self.more.items()]
         return " ".join(values)
-
-
-def made_plans(plans: Sequence[Plan | Refused]) -> list[Plan]:
-    """Those of launch files that can run the job."""
-    return [plan for plan in plans if isinstance(plan, Plan)]
 
 
 def launch_of(file: Path, machine: PlannedMachine) -> Launch:
@@ -185,7 +175,7 @@ def with_tokens(job: Job, tokens: int) -> Job:
 def recommended(tried: Sequence[Plan | Refused]) -> tuple[Plan | None, str]:
     """The plan to run, and why: the simplest of the fastest that fit. Plans for one machine come before those for
     several, and plans with room to spare before those that barely fit."""
-    plans = made_plans(tried)
+    plans = [plan for plan in tried if isinstance(plan, Plan)]
     fits = [plan for plan in plans if plan.fits]
     if not fits:
         return None, "no launch file fits"

@@ -219,22 +219,16 @@ class Rehearsal:
         killed = self.runs.killed("killed")
         left = len(killed.lines("loss"))
         resumed = self.runs.start("killed", "--resume", "auto")
-        when = "a resume after a kill"
-        if resumed.failure:
-            self.stages.ended("resume", *map(fails, resumed.failure), when=when)
-            return
+        findings = [*map(fails, resumed.failure)]
         losses = [[line["loss"] for line in run.lines("loss")] for run in (full_run, resumed)]
         files = [{p.name: p.read_bytes() for p in run.dir.final.glob("*.safetensors")} for run in (full_run, resumed)]
-        if losses[0] != losses[1] or files[0] != files[1]:
+        if not findings and (losses[0] != losses[1] or files[0] != files[1]):
             first = next((n for n, (a, b) in enumerate(zip(*losses, strict=False), 1) if a != b), runs.STEPS)
             what = f"a run that was killed and resumed ends with other bits than one without a stop, from step {first}"
-            fix = "see whether the task's data or the model draw random numbers of their own"
-            self.stages.ended("resume", fails(what, fix), when=when)
-            return
-        seen = f"killed (SIGKILL) after {left} steps, and resumed to the same bits"
-        if not killed.failure:
-            seen = "not killed, for the run had ended before its first checkpoint was seen; the bits are the same"
-        self.stages.ended("resume", seen=seen, when=when)
+            findings = [fails(what, "see whether the task's data or the model draw random numbers of their own")]
+        stop = f"killed (SIGKILL) after {left} steps" if killed.failure else "not killed, as it had ended too soon"
+        seen = "" if findings else f"{stop}, and resumed to the same bits"
+        self.stages.ended("resume", *findings, seen=seen, when="a resume after a kill")
 
     def reload(self, full_run: runs.Run, config: TrainConfig, audited: Audit) -> None:
         """Load what was exported by plain transformers and peft, merge it, and have it write an answer."""
