@@ -161,17 +161,15 @@ class Rehearsal:
         return next((step for step in range(1, self.plan.total_steps + 1) if self.plan.is_due(every, step)), None)
 
     def model(self, audited: Audit) -> TrainConfig | None:
-        """Look at the files beside the weights, and shrink the model; returns the settings of the runs, None if there
-        is no model to train."""
+        """Shrink the model; returns the settings of the runs, None if there is no model to train."""
         source = audited.source
         assert source is not None
         with self.stages.reported("model"):
-            findings = [*shrunk.file_findings(source, self.config)]
             model, seen = "tiny", "tiny is trained as it is"
+            findings: list[Finding] = []
             if self.config.model != "tiny" or self.config.init_from:
                 model = str(self.folder / "model")
-                seen, unreached = shrunk.shrink(source, Path(model), self.config)
-                findings += unreached
+                seen, findings = shrunk.shrink(source, Path(model), self.config)
             self.stages.ended("model", *findings, seen=seen, when="loading the model")
             longest = max(int(encoding.kept.answers.max()) for encoding in audited.encodings.values() if encoding)
             return runs.rehearsed(self.config, model, longest)
