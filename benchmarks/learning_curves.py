@@ -92,14 +92,15 @@ def main(folder: Path, jobs: int, start: str, sizes: str | None, steps: int | No
         if half is None:  # with --smoke there are too few sizes
             print(f"| {name} | too few sizes |")
             continue
-        (found,) = forecast(half, [most])
+        (ahead,) = forecast(half, [most])
+        low, expected, high = (ahead[name] for name in ("low", "value", "high"))
         came = statistics.mean(whole.metrics[-1])
-        held.append(found.low <= came <= found.high)
-        widths.append(found.high - found.low)
+        held.append(low <= came <= high)
+        widths.append(high - low)
         halved = statistics.mean(half.metrics[-1])
-        interval = f"{found.low:.3f} to {found.high:.3f}"
+        interval = f"{low:.3f} to {high:.3f}"
         print(
-            f"| {name} | {halved:.3f} | {found.value:.3f} | {interval} | {came:.3f} | {'yes' if held[-1] else 'no'} |",
+            f"| {name} | {halved:.3f} | {expected:.3f} | {interval} | {came:.3f} | {'yes' if held[-1] else 'no'} |",
             flush=True,
         )
     if held:

@@ -37,7 +37,6 @@ _MESSAGES = {
     KILLED: re.compile(r"(was|were) killed \(signal 9"),
 }
 """Patterns of messages of the trainer, torch and the launcher, by the status that a match reveals."""
-_WAITING = re.compile(r".{1,200}: \d+ s so far")
 _TAIL_BYTES = 1 << 16
 
 
@@ -166,13 +165,6 @@ def outcome(ended: Ended, run_dir: RunDir, log: Path, limit_seconds: float) -> t
     if ended.returncode < 0:
         return FAILED, f"ended by {signal.Signals(-ended.returncode).name}: {reason}"
     return FAILED, reason
-
-
-def waited_for(log: Path) -> str:
-    """The log's last line if it names what the run waits for (`io.terminal.waiting`), such as a compilation; else
-    ""."""
-    last = next(reversed(_tail(log).rstrip().splitlines()), "") if log.is_file() else ""
-    return one_line(last) if _WAITING.fullmatch(last) else ""
 
 
 def _tail(log: Path) -> str:

@@ -9,23 +9,12 @@ import sys
 
 import psutil
 import pytest
+from forked_launches import marked
 
 from accel_sft.api.errors import UserError
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import child
 from accel_sft.launch.child import Interrupted, launch, outcome, signals_interrupt
-
-
-def marked(folder):
-    """Processes of any launch below this folder."""
-    processes = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(child.MARK, "").startswith(str(folder)):
-                processes.append(process)
-        except psutil.Error:
-            continue
-    return processes
 
 
 def test_nohup_keeps_launches_when_terminal_closes():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import architectures
 import torch
@@ -59,18 +59,12 @@ class SideModel(Qwen2ForCausalLM):
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """A fault.
-
-    Attributes:
-        stage, words: which stage says what.
-        plant: makes it in a folder, and returns the words of the command line.
-    """
+class Fault(NamedTuple):
+    """A fault, and which stage says what."""
 
     stage: str
     words: str
-    plant: Callable[[Path], tuple[str, ...]]
+    plant: Callable[[Path], tuple[str, ...]]  # makes it in a folder, and returns the words of the command line
 
 
 def misspelt(folder):

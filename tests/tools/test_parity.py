@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import importlib.util
 import json
 import os
 import re
@@ -12,15 +10,14 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import accel_sft
+from conftest import accel_sft, finished
+from limits import wait_for
 from served_model import Served, serving
-from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft.chat.encoded import Encoded
@@ -51,34 +48,7 @@ def run(tmp_path_factory):
     model.resize_token_embeddings(max(len(tokenizer), model.config.vocab_size))
     model.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
-    done = accel_sft("math", "--model", str(folder / "base"), *TRAINED, run_dir=folder / "run")
-    assert done.status == 0, done.output
-    return folder / "run"
-
-
-def rounded(model, way):
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.copy_(way(parameter))
-    return model
-
-
-def in_four_bits(weight):
-    """Weights as llama.cpp's Q4_0 has them: whole multiples of a scale that 32 of them share."""
-    blocks = weight.reshape(-1, 32)
-    scale = (blocks.abs().amax(-1, keepdim=True) / 7).clamp_min(1e-12)
-    return ((blocks / scale).round() * scale).reshape(weight.shape)
-
-
-def with_swapped_words(tokenizer):
-    """A tokenizer that takes two digits for each other."""
-    content = json.loads(tokenizer.backend_tokenizer.to_str())
-    words = content["model"]["vocab"]
-    words["1"], words["2"] = words["2"], words["1"]
-    other = copy.deepcopy(tokenizer)
-    other._tokenizer = Tokenizer.from_str(json.dumps(content))
-    return other
+    return finished("math", "--model", str(folder / "base"), *TRAINED, run_dir=folder / "run").run_dir
 
 
 FAULTS = {
@@ -86,90 +56,76 @@ FAULTS = {
     "template": ({"template": OTHER_TEMPLATE}, comparison.TEMPLATE),
     "first token": ({"double_first": True}, comparison.TEMPLATE),
     "other weights": ({"model": "base"}, comparison.OTHER),
-    "tokenizer": ({"tokenizer": with_swapped_words}, comparison.TEMPLATE),
     "stop token": ({"ends": False}, comparison.STOP),
     "sampling": ({"draws": True}, comparison.OTHER),
     "context": ({"context": 12}, comparison.CONTEXT),
-    "precision": ({"round": in_four_bits}, comparison.OTHER),
-    "bf16": ({"round": lambda weight: weight.bfloat16().float()}, None),
+    "bf16": ({"dtype": torch.bfloat16}, None),
 }
 """What is planted in the server, and the cause that is to be named."""
-SERVERS = {
-    "vllm serve": ("vllm", "VLLM", "vllm"),
-    "transformers serve": ("transformers", "TRANSFORMERS", "transformers"),
-}
-"""Real servers: what `--with` calls them, the environment variable that names their program, and the program."""
-LONG = pytest.mark.long
-CASES = [pytest.param("vllm", fault, id=fault, marks=LONG if fault in ("bf16", "sampling") else ()) for fault in FAULTS]
-CASES += [
-    pytest.param(form, fault, marks=LONG, id=f"{fault}-{form}") for form in ("llama", "plain") for fault in FAULTS
+OFTEN = ("faithful", "template", "other weights", "stop token", "context")
+CASES = [
+    pytest.param(form, fault, id=f"{form}-{fault}", marks=() if form == "vllm" and fault in OFTEN else pytest.mark.long)
+    for form in ("vllm", "llama", "plain")
+    for fault in FAULTS
 ]
-CASES += [pytest.param(server, "faithful", marks=LONG, id=server) for server in SERVERS]
 
 
-def served_with(run, form, model="run/final", tokenizer=None, round=None, **planted):
-    weights = AutoModelForCausalLM.from_pretrained(run.parent / model)
-    own = AutoTokenizer.from_pretrained(run / "final")
-    weights = rounded(weights, round) if round else weights
-    return Served(weights.eval(), tokenizer(own) if tokenizer else own, form=form, **planted)
-
-
-@contextlib.contextmanager
-def real_server(run, name, folder):
-    """The address of a server that `accel-sft serve` starts, and the model's name there."""
-    kind, variable, usual = SERVERS[name]
-    program = shutil.which(os.environ.get(variable, usual))
-    if not program or (kind == "transformers" and not importlib.util.find_spec("fastapi")):
-        pytest.skip(f"no {usual} on PATH, nor in ${variable}, or it cannot serve")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = ["serve", str(run), "--with", kind, "--program", program, "--port", str(port), "--name", "m"]
-    # vLLM compiles with what is beside its program, and would reserve most of the machine's memory
-    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "PATH": f"{Path(program).parent}:{os.environ['PATH']}"}
-    with (folder / "log").open("wb") as log:
-        server = subprocess.Popen([sys.executable, "-m", "accel_sft", *words], stdout=log, stderr=log, env=env)
-    try:
-        url = f"http://127.0.0.1:{port}/v1"
-        for _ in range(1200):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5):
-                break
-            assert server.poll() is None, (folder / "log").read_text()
-            time.sleep(0.25)
-        yield url, str(run / "final") if kind == "transformers" else "m"
-    finally:
-        server.terminate()
-        server.wait()
+def served_with(run, form, model="run/final", dtype=torch.float32, **planted):
+    weights = AutoModelForCausalLM.from_pretrained(run.parent / model, dtype=dtype).float()
+    return Served(weights.eval(), AutoTokenizer.from_pretrained(run / "final"), form=form, **planted)
 
 
 @pytest.mark.parametrize(("form", "fault"), CASES)
-def test_a_fault_is_named_and_no_other(run, fault, form, tmp_path):
+def test_a_fault_is_named_and_no_other(run, fault, form):
     planted, named = FAULTS[fault]
-    if form in SERVERS:
-        with real_server(run, form, tmp_path) as (url, model):
-            result = command.compared(str(run), {**ASKED, "url": url, "model": model})
-    else:
-        with serving(served_with(run, form, **planted)) as url:
-            result = command.compared(str(run), {**ASKED, "url": url})
+    with serving(served_with(run, form, **planted)) as url:
+        result = command.compared(str(run), {**ASKED, "url": url})
     text = "\n".join(command.lines(result))
-    if fault in ("precision", "bf16") or (form == "plain" and fault == "tokenizer"):  # the plain one tells no tokens
-        named = comparison.OTHER if result["answers"]["other"] else None
+    if fault == "bf16" and result["answers"]["other"]:
+        named = comparison.OTHER
     assert (result["cause"] and result["cause"]["cause"]) == named, text
     assert result["holds"] == (not named and result["answers"]["other"] == 0), text
-    if form != "plain" and form not in SERVERS and fault in ("faithful", "precision", "bf16"):
+    if form != "plain" and fault in ("faithful", "bf16"):
         fewer_bits = "more than float32 explains: fewer bits are served" in text
-        assert fewer_bits == (fault != "faithful"), text
+        assert fewer_bits == (fault == "bf16"), text
     if fault == "faithful":
         assert result["metric"]["here"] == result["metric"]["served"]
         assert (result["log_probabilities"] is None) == (form == "plain")
-    if fault == "faithful" and form in ("vllm", "llama"):
         assert result["answers"] == {"same": 6, "near_ties": 0, "other": 0}
-        assert result["log_probabilities"]["largest"] < 1e-4
+        assert form == "plain" or result["log_probabilities"]["largest"] < 1e-4
+
+
+@pytest.mark.long
+def test_nothing_differs_on_a_real_server(run, tmp_path):
+    program = shutil.which(os.environ.get("VLLM", "vllm"))
+    if not program:
+        pytest.skip("no vllm on PATH, nor in $VLLM")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["serve", str(run), "--program", program, "--port", str(port), "--name", "m"]
+    # vLLM compiles with what is beside its program, and would reserve most of the machine's memory
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "PATH": f"{Path(program).parent}:{os.environ['PATH']}"}
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen([sys.executable, "-m", "accel_sft", *words], stdout=log, stderr=log, env=env)
+
+    def listens():
+        assert server.poll() is None, (tmp_path / "log").read_text()
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5):
+            return True
+
+    try:
+        wait_for(listens, 300)
+        result = command.compared(str(run), {**ASKED, "url": f"http://127.0.0.1:{port}/v1", "model": "m"})
+    finally:
+        server.terminate()
+        server.wait()
+    assert result["holds"], command.lines(result)
+    assert result["metric"]["here"] == result["metric"]["served"]
 
 
 def test_answers_of_the_base_show_a_missing_adapter(run):
     folder = run.parent / "adapted"
-    done = accel_sft("math", "--model", str(run.parent / "base"), *TRAINED, "--adapter", "lora", run_dir=folder)
-    assert done.status == 0, done.output
+    finished("math", "--model", str(run.parent / "base"), *TRAINED, "--adapter", "lora", run_dir=folder)
     with serving(served_with(run, "vllm", model="base")) as url:
         cause = command.compared(str(folder), {**ASKED, "url": url})["cause"]
     assert cause["cause"] == comparison.WEIGHTS
@@ -210,14 +166,10 @@ def test_refusal_counts_as_context_unless_longer_prompts_were_answered():
 
 
 def test_left_out_thinking_and_split_characters_are_no_differences():
-    for own, served in (
-        ("<think>\n\n</think>\n\n42", "42"),
-        ("\n<think>\na\n</think>\n42", "\n42"),
-        ("<think>\na", ""),
-    ):
-        assert with_thinking(served, own) == own
-    assert with_thinking("<think>\n\n</think>\n\n41", "<think>\n\n</think>\n\n42").endswith("41")
-    assert with_thinking("41", "<think>\n\n</think>\n\n42") == "<think>\n\n</think>\n\n41"
+    thought = "<think>\n\n</think>\n\n"
+    for own, served, answer in ((f"{thought}42", "42", f"{thought}42"), ("<think>\na", "", "<think>\na")):
+        assert with_thinking(served, own) == answer
+    assert with_thinking("41", f"{thought}42") == with_thinking(f"{thought}41", f"{thought}42") == f"{thought}41"
     assert with_thinking("41", "42") == "41"
     cut = SimpleNamespace(ends={0}, most=2, text=lambda ids: "ab\ufffd")
     assert same(cut, [1], Reply("ab", "length"))

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import accel_sft
-from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from places import CONFIGS
 from planned import LLAMA_8B, QWEN_05B, QWEN_7B, QWEN_14B, count, job_of
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -38,11 +37,7 @@ SMALL |= {"num_key_value_heads": 2, "vocab_size": 512, "head_dim": 24}
 SMALL |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 SHARED = {"shared_expert_intermediate_size": 80, "mlp_only_layers": [1]}
-MORE = {
-    "mixtral": EXPERTS,
-    "qwen2_moe": {**EXPERTS, **SHARED, "moe_intermediate_size": 48},
-    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 48},
-}
+MORE = {"mixtral": EXPERTS, "qwen2_moe": {**EXPERTS, **SHARED, "moe_intermediate_size": 48}}
 
 
 def config_of(family, **more):
@@ -60,10 +55,7 @@ def test_published_models_are_counted_exactly():
     assert count(gemma).other == 419_816_304
 
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", *MORE]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", *MORE])
 def test_every_family_is_counted_as_it_is_built(family):
     for tied in (True, False):
         config = config_of(family, tie_word_embeddings=tied)
@@ -77,7 +69,7 @@ def matrices(shape, group):
     return [matrix for block in shape.blocks for matrix in block.matrices if matrix.group == group]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "phi3", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["phi3", "gemma3_text", "qwen2_moe"])
 @pytest.mark.parametrize("adapter", ["lora", "adalora"])
 def test_an_adapter_is_counted_as_peft_makes_it(family, adapter):
     config = config_of(family)
@@ -86,39 +78,22 @@ def test_an_adapter_is_counted_as_peft_makes_it(family, adapter):
     assert count(config.to_diff_dict()).trained(adapter) == real
 
 
-def test_named_target_modules_count_alone_and_unknown_ones_are_refused():
+def test_named_modules_count_alone_and_unknown_ones_are_refused():
     shape = count(QWEN_14B)
     assert shape.trained("lora", 8, "q_proj, v_proj") == 48 * 8 * (5120 + 5120 + 5120 + 1024)
     with pytest.raises(UserError, match="--lora-target-modules query: no such module; there are q_proj"):
         shape.trained("lora", 8, "query,v_proj")
-
-
-def test_unbuildable_configuration_is_refused_in_one_line():
     with pytest.raises(UserError, match="--model odd: model_type no_such: its parameters cannot be counted"):
         read_shape({"model_type": "no_such"}, "odd")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("num_attention_heads", 0), ("hidden_size", -8), ("num_hidden_layers", 10**7), ("vocab_size", "many")],
-)
+@pytest.mark.parametrize(("name", "value"), [("num_hidden_layers", 10**5), ("vocab_size", "many")])
 def test_impossible_sizes_are_refused_in_one_line(called, tmp_path, name, value):
     (tmp_path / "config.json").write_text(json.dumps({**QWEN_05B, name: value}))
     done = called("plan", "math", "--model", str(tmp_path), "--gpus", "0")
     assert done.status == 1
     assert f"config.json: {name} {value}: expected a whole number from 1 to" in done.output
     assert "Traceback" not in done.output
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_stage_2_is_deepspeeds_estimate_without_bf16_gradients(ranks):
-    """Its 18P/N have gradients in bf16 and in float32; a rank sums them up in float32, and steps with that sum."""
-    planned = job_of(QWEN_14B, "z2", ranks)
-    device, _ = placed(planned)
-    parameters = planned.shape.parameters
-    _, theirs = estimate_zero2_model_states_mem_needs(parameters, ranks, cpu_offload=False)
-    ours = device.weights + device.master + device.moments + device.gradients + device.update
-    assert ours == pytest.approx(theirs - 2 * parameters / ranks)
 
 
 def test_states_of_the_stages():
@@ -156,9 +131,6 @@ def test_tensor_parallelism_divides_states_and_inner_widths():
     shape = count(QWEN_14B)
     assert shape.cut(1) == shape
     assert shape.cut(2).parameters - shape.ends == pytest.approx((shape.parameters - shape.ends) / 2, rel=1e-3)
-
-
-def test_tensor_ranks_follow_the_number_of_gpus():
     machine = PlannedMachine(gpus=4, gpu_bytes=24 * GIB, host_bytes=64 * GIB)
     assert plans.launch_of(CONFIGS / "tp.yaml", machine).tensor_ranks == 4
 
@@ -186,20 +158,6 @@ def test_what_users_measured_by_hand_is_met():
     assert all(estimate.device_peak_bytes < 20e9 for estimate in estimates.values())
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
-def test_every_launch_file_has_every_phase_and_component(name, device):
-    if name in ("fsdp2", "fsdp2_offload", "hsdp") and device == "cpu":
-        pytest.skip("it needs GPUs")
-    estimate = closed_form.estimate(job_of(QWEN_05B, name, device=device))
-    for memory in (estimate.host, *([estimate.device] if device == "cuda" else [])):
-        assert tuple(memory) == PHASES
-        assert all(set(parts) == set(COMPONENTS) and min(parts.values()) >= 0 for parts in memory.values())
-    assert max(totals(estimate.device or estimate.host).values()) > 0
-    larger = closed_form.estimate(job_of(QWEN_05B, name, device=device, tokens=8192))
-    assert (larger.device_peak_bytes, larger.host_peak_bytes) >= (estimate.device_peak_bytes, estimate.host_peak_bytes)
-
-
 def test_buckets_follow_the_hidden_size_where_json_says_auto():
     shipped = job_of(QWEN_05B, "z3")
     zero = {**shipped.launch.zero, "reduce_bucket_size": "auto"}
@@ -220,13 +178,8 @@ def test_checkpointing_offload_and_sharding_save_memory_and_cost_time():
     seconds = {name: speed(job_of(QWEN_14B, name), 65536).seconds for name in ("z2", "z2_offload", "z3", "z3_nvme")}
     assert seconds["z2"] < seconds["z2_offload"] < seconds["z3_nvme"]
     assert seconds["z2"] < seconds["z3"]
-    short = {"tokens": 1024, "config": QWEN_05B}
-    cuda, cpu = (
-        {name: speed(job_of(name=name, device=device, **short), 1024).seconds for name in (*seconds, "z3_offload")}
-        for device in ("cuda", "cpu")
-    )
-    assert 1.5 * cuda["z2"] < cuda["z2_offload"]
-    assert (cpu["z2_offload"], cpu["z3_offload"]) == (cpu["z2"], cpu["z3"])  # 0.92 of the speed was measured
+    on_cpu = [speed(job_of(QWEN_05B, name, device="cpu", tokens=1024), 1024).seconds for name in ("z2", "z2_offload")]
+    assert on_cpu[0] == on_cpu[1]  # 0.92 of the speed was measured
     assert speed(again, 65536).seconds > speed(plain, 65536).seconds
 
 
@@ -256,7 +209,6 @@ LORA_7B = ("--adapter", "lora", "--gpus", "2", "--gpu-memory", "24", "--host-mem
     ("given", "flags"),
     [
         ((), "--gradient-checkpointing --eval-batch-size 32"),
-        (("--gradient-checkpointing",), "--eval-batch-size 32"),
         (("--gradient-checkpointing", "--eval-limit", "20"), ""),
         (("--gradient-checkpointing", "--metric", "loss"), ""),  # nothing is generated
     ],
@@ -265,10 +217,9 @@ def test_commonest_job_gets_fastest_launch_with_options_it_needs(called, models,
     done = called("plan", "chat", "--model", str(models / "7b"), *LORA_7B, *given)
     assert done.status == 0, done.output
     *_, command = done.output.strip().splitlines()
-    printed = " ".join(done.output.split())
-    assert f"Recommended: ddp{f' with {flags}' if flags else ''}, the simplest" in printed
+    assert f"Recommended: ddp{f' with {flags}' if flags else ''}, the simplest" in " ".join(done.output.split())
     assert all(flag in command for flag in (*flags.split(), "--train-file TRAIN_FILE"))
-    assert command.count("--eval-batch-size") == ("eval-batch-size" in f"{flags} {given}")
+    assert ("--eval-batch-size" in command) == bool(flags)
 
 
 def test_full_7b_on_small_gpus_shows_host_disk_and_adapter(called, models):
@@ -281,14 +232,8 @@ def test_full_7b_on_small_gpus_shows_host_disk_and_adapter(called, models):
     assert "2 sharded copies of the model need 4 processes or more, not 2" in " ".join(table.split())
     printed = " ".join(printed.split())
     assert "Recommended: z3_nvme" in printed
-    assert "; with --adapter lora --gradient-checkpointing --eval-batch-size 32 ddp needs no offload." in printed
+    assert "; --adapter lora needs far less memory, with --load-in-4bit less still." in printed
     assert "a checkpoint 85.1 GiB, 3 at once (--keep-checkpoints 2); 127.7 GiB on the NVMe drive" in printed
-
-
-def test_a_larger_forward_has_more_rows_and_no_longer_answers():
-    small, large = (job_of(QWEN_7B, tokens=tokens, eval_tokens=2048) for tokens in (2048, 8192))
-    evaluations = [totals(closed_form.estimate(one).device)["evaluate"] for one in (small, large)]
-    assert evaluations[0] == evaluations[1]
 
 
 # Tokens per second and GPU of published runs. torchtitan's is Llama 3.1 8B on 8 H100 under FSDP2, 2 rows of 8,192
@@ -325,19 +270,16 @@ def test_model_of_speed_meets_ratios_of_published_runs(monkeypatch):
 TINY = {"model_type": "qwen2", "vocab_size": TINY_VOCABULARY, **TINY_SHAPE}
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_short_steps_are_fastest_where_little_is_exchanged(device):
-    seconds = {
-        name: speed(job_of(TINY, name, device=device, tokens=tokens), tokens).seconds
-        for name, tokens in (("ddp", 480), ("z2", 480), ("z3", 480), ("tp", 960))
-    }
-    assert max(seconds["ddp"], seconds["z2"]) < min(seconds["z3"], seconds["tp"])
-
-
-def test_steps_of_fractions_of_a_token_are_one_forward():
+def test_short_steps_are_fastest_where_little_is_exchanged():
+    for device in ("cpu", "cuda"):
+        seconds = {
+            name: speed(job_of(TINY, name, device=device, tokens=tokens), tokens).seconds
+            for name, tokens in (("ddp", 480), ("z2", 480), ("z3", 480), ("tp", 960))
+        }
+        assert max(seconds["ddp"], seconds["z2"]) < min(seconds["z3"], seconds["tp"])
     machine = PlannedMachine(2, 24 * GIB, 64 * GIB)
     planned = plans.plan("ddp", CONFIGS / "ddp.yaml", job_of(TINY, "ddp", tokens=100), machine, 480.5)
-    assert planned.speed.forwards == 1
+    assert planned.speed.forwards == 1  # a fraction of a token is no forward of its own
 
 
 @pytest.fixture(scope="module")
@@ -375,7 +317,7 @@ def fitting(name, seconds, *, tight=False, machines=1):
     return plans.Plan(
         name=name,
         file=CONFIGS / f"{name}.yaml",
-        job=SimpleNamespace(launch=SimpleNamespace(machines=machines)),
+        job=SimpleNamespace(launch=SimpleNamespace(machines=machines, offload=lambda what: "none"), adapter="lora"),
         estimate=SimpleNamespace(),
         speed=Speed(seconds=seconds, sent_bytes=0.0, host_bytes=0.0, forwards=1),
         tight=tight,
@@ -403,28 +345,23 @@ def test_json_and_details_have_every_phase(plan):
     assert all(component[:11] in done.output for component in COMPONENTS)
 
 
-SMALL_GPU = ("--gpus", "1", "--gpu-memory", "16", "--host-memory", "28")
 LITTLE_HOST = ("--model", "tiny", "--gpus", "8", "--gpu-memory", "80", "--host-memory", "1")
 REFUSED = {
-    "no such file": (("--launch", "z9"), "--launch z9: no such file, and no launch file of this name is shipped", ()),
-    "number": (("--gpus", "-1"), "--gpus", ()),
-    "modules": (("--adapter", "lora", "--lora-target-modules", "query"), "query: no such module; there are q_proj", ()),
-    "ema": (("--ema-decay", "0.999", "--launch", "z3_nvme"), "z3_offload.yaml", ()),
-    "adapter": (SMALL_GPU, "with --adapter lora --load-in-4bit --gradient-checkpointing ddp needs no offload", ()),
-    "nothing fits": (("--host-memory", "20"), "No launch file fits", ()),
-    "way out": (LITTLE_HOST, ". Try --micro-batch-size auto, a lower --max-length, a smaller model, or more", ()),
-    "not predicted": (("--launch", "z3_sp"), "memory under sequence parallelism is not predicted", ("fits.",)),
-    "each has a problem": (("--launch", "z3_sp"), "No launch file is recommended: each has a problem", ("fits.",)),
+    "no such file": (("--launch", "z9"), "--launch z9: no such file, and no launch file of this name is shipped"),
+    "ema": (("--ema-decay", "0.999", "--launch", "z3_nvme"), "z3_offload.yaml"),
+    "nothing fits": (LITTLE_HOST, "No launch file fits. Try --micro-batch-size auto, a lower --max-length, a smaller"),
+    "not predicted": (("--launch", "z3_sp"), "memory under sequence parallelism is not predicted"),
+    "each has a problem": (("--launch", "z3_sp"), "No launch file is recommended: each has a problem"),
 }
 
 
-@pytest.mark.parametrize(("arguments", "said", "unsaid"), REFUSED.values(), ids=REFUSED)
-def test_plan_that_cannot_be_names_reason_and_way_out(plan, arguments, said, unsaid):
-    done = plan(*arguments, model="7b" if arguments == SMALL_GPU else "14b")
+@pytest.mark.parametrize(("arguments", "said"), REFUSED.values(), ids=REFUSED)
+def test_plan_that_cannot_be_names_reason_and_way_out(plan, arguments, said):
+    done = plan(*arguments)
     output = " ".join(done.output.split())
     assert done.status != 0
     assert said in output
-    assert not [words for words in (*unsaid, "Traceback") if words in output]
+    assert "Traceback" not in output
 
 
 def test_gpus_of_unknown_memory_are_asked_for(models, monkeypatch):
@@ -450,13 +387,12 @@ def test_gpu_sharing_host_memory_is_planned_by_given_size(monkeypatch):
     def refuses(handle):
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
-    answers = {"SystemGetDriverVersion": "580.1", "DeviceGetName": "NVIDIA GB10", "DeviceGetCount": 1}
-    answers["DeviceGetCudaComputeCapability"] = (12, 1)
-    for name, answer in {"Init": None, "Shutdown": None, "DeviceGetHandleByIndex": 0, **answers}.items():
+    answers = {"Init": None, "Shutdown": None, "SystemGetDriverVersion": "580.1", "DeviceGetHandleByIndex": 0}
+    answers |= {"DeviceGetName": "NVIDIA GB10", "DeviceGetCount": 1, "DeviceGetCudaComputeCapability": (12, 1)}
+    for name, answer in answers.items():
         monkeypatch.setattr(pynvml, f"nvml{name}", lambda *_, answer=answer: answer)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", refuses)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert environment()["devices"] == [{"name": "NVIDIA GB10", "memory_gib": None, "capability": 12}]
     with pytest.raises(UserError, match="as the driver does not tell that of NVIDIA GB10"):
         machine(None, None, 64)
     assert machine(None, 100, 64).gpu_bytes == 100 * GIB
@@ -505,10 +441,7 @@ def test_launch_whose_processes_cannot_hold_the_weights_is_refused(monkeypatch, 
 def test_launch_that_cannot_fit_is_refused_before_loading(called, tmp_path):
     build_tiny(tmp_path / "model", ["1 + 1", "2 + 2"] * 20, 0)
     config = json.loads((tmp_path / "model/config.json").read_text())
-    (tmp_path / "model/config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**5, "layer_types": None}))
     job = ("math", "--model", str(tmp_path / "model"), "--max-steps", "1", "--train-examples", "50")
-    done = called(*job, run_dir=tmp_path / "endless")
-    assert "num_hidden_layers 100000: expected a whole number from 1 to 1,000" in done.output
     large = {**config, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 400, "layer_types": None}
     (tmp_path / "model/config.json").write_text(json.dumps(large))
     done = called(*job, run_dir=tmp_path / "refused")
@@ -519,7 +452,7 @@ def test_launch_that_cannot_fit_is_refused_before_loading(called, tmp_path):
     assert not result.exists() or "model states" in json.loads(result.read_text())["error"]
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("z2", 2), ("fsdp2", 2), ("ddp", 1)])
+@pytest.mark.parametrize(("name", "ranks"), [("z2", 2), ("ddp", 1)])
 def test_copies_of_checkpoints_are_counted_and_do_not_decide_fit(name, ranks):
     saving, never = (closed_form.estimate(job_of(QWEN_05B, name, saves=saves)) for saves in (True, False))
     with_copy, without = (totals(estimate.host) for estimate in (saving, never))
@@ -558,9 +491,8 @@ def test_train_only_is_counted_as_if_all_were_trained(plan):
 @pytest.mark.parametrize(
     ("name", "place", "share"),
     [
-        *(("ddp", "device", 1), ("z0", "device", 1), ("z1", "device", 2), ("z2", "device", 2)),
-        *(("z2_offload", "host", 2), ("z3", "device", 2), ("z3_offload", "host", 2)),
-        *(("fsdp2", "device", 2), ("fsdp2_offload", "host", 2)),
+        *(("ddp", "device", 1), ("z0", "device", 1), ("z2", "device", 2), ("z2_offload", "host", 2)),
+        *(("z3", "device", 2), ("fsdp2", "device", 2), ("fsdp2_offload", "host", 2)),
     ],
 )
 def test_averages_are_counted_where_the_optimizer_steps(name, place, share):

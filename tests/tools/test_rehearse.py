@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import architectures
+import forked_launches
 import pytest
-import rehearsal_forks
 import vision
 from conftest import accel_sft
 from models import Sums, encode, make_tiny
@@ -17,6 +17,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.tool_configs import RehearseConfig
 from accel_sft.models.source import find_source
+from accel_sft.tools.rehearse import runs
 from accel_sft.tools.rehearse.command import Rehearsal
 from accel_sft.tools.rehearse.reload import Reloaded
 from accel_sft.tools.rehearse.runs import STAGES, Stages
@@ -79,7 +80,7 @@ FAMILIES = [pytest.param(name, marks=[] if name == "qwen3_moe" else LONG) for na
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_is_reported_of_a_family(family, tmp_path, monkeypatch):
-    rehearsal_forks.use(monkeypatch)
+    forked_launches.use(monkeypatch, runs)
     model = architectures.make(tmp_path / "real", family)
     stages = Stages(lambda line: None)
     task, config = Math(train_examples=100, validation_examples=8), RehearseConfig(model=str(model))
@@ -129,15 +130,18 @@ def test_texts_and_tokens_are_not_cut_like_lists_of_layers(tmp_path):
 
 
 def test_exported_weights_that_are_not_the_trained_ones_are_found(tmp_path):
-    began, final = make_tiny(tmp_path / "began"), make_tiny(tmp_path / "final", seed=1)
+    final = make_tiny(tmp_path / "final")
     tokenizer = AutoTokenizer.from_pretrained(final)
     rules = {"eos_ids": {tokenizer.eos_token_id}, "max_length": 512, "truncation": "error"}
     rows = encode(tokenizer, Sums(), Sums().dataset("train"), "train", **rules).kept
-    exported = Reloaded(final, find_source(str(began)), TrainConfig(), rows)
-    assert exported.reload(exported.loss(), "no")[1] == []
-    (finding,) = exported.reload(1.01 * exported.loss(), "no")[1]
-    assert "predict otherwise" in finding.what
-    same = Reloaded(began, find_source(str(began)), TrainConfig(), rows)
-    assert [finding.what.split(":")[0] for finding in same.reload(None, "no")[1]] == ["nothing was learnt"]
-    none = Reloaded(final, find_source(str(began)), TrainConfig(), [])  # --max-length leaves the evaluated ones out
-    assert none.reload(None, "no") == ("loaded; no evaluated row is left to compare losses by", [])
+    exported = Reloaded(final, TrainConfig(), rows)
+    loss = exported.loss()
+    for evaluated, said in (
+        ([2 * loss, loss], []),
+        ([2 * loss, 1.01 * loss], ["the exported weights predict otherwise than those that were trained"]),
+        ([loss, loss], ["nothing was learnt"]),
+        ([], []),
+    ):
+        assert [finding.what.split(":")[0] for finding in exported.reload(evaluated, "no")[1]] == said
+    none = Reloaded(final, TrainConfig(), [])  # --max-length leaves the evaluated ones out
+    assert none.reload([loss], "no") == ("loaded; no evaluated row is left to compare losses by", [])

@@ -9,10 +9,10 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import forked
+import forked_launches
 import pytest
 from click.testing import CliRunner
-from conftest import accel_sft, stopped
+from conftest import finished, stopped
 from reference_job import JOB, LAYOUTS
 from tampering import (
     drop_checkpoint,
@@ -76,15 +76,10 @@ def place(common):
     return folder
 
 
-@pytest.fixture(scope="module")
-def job(place):
-    return (str(place / "sums.py"), "--train-file", str(place / "rows.jsonl"), *STEPS)
-
-
 @pytest.fixture
-def honest(launched, job, place, tmp_path):
+def honest(launched, place, tmp_path):
     """A copy of a finished run, of its task and of its rows; its records name the copies."""
-    run = launched("verified-run", *job)
+    run = launched("verified-run", str(place / "sums.py"), "--train-file", str(place / "rows.jsonl"), *STEPS)
     for name in ("sums.py", "rows.jsonl"):
         shutil.copy(place / name, tmp_path / name)
     shutil.copytree(run.run_dir, tmp_path / "run")
@@ -103,15 +98,7 @@ def differences(run: RunDir, level: str = "differs") -> list[str]:
 @pytest.fixture
 def forks(monkeypatch):
     """Runs what `verify` starts in forked processes; a test that is `long` starts real ones."""
-
-    def launch(command, variables, folder, log, limit, on_poll):
-        words = tuple(command[1:])
-        module = {"accelerate.commands.launch": forked.LAUNCH, "torch.distributed.run": forked.TORCHRUN}
-        words = (module.get(words[1], "accel_sft"), *words[2:])
-        done = forked.run(words, {**os.environ, **variables}, folder.parent)
-        log.write_text(done.stdout + done.stderr)
-
-    monkeypatch.setattr(segments, "launch", launch)
+    forked_launches.use(monkeypatch, segments)
 
 
 def verified(run: RunDir, *options: str) -> tuple[int, dict]:
@@ -126,11 +113,6 @@ def test_a_secret_that_run_yaml_hides_is_no_difference(tmp_path):
     run = SimpleNamespace(run_dir=RunDir(tmp_path), record=record, trained=[])
     (finding,) = records._settings(run)
     assert (finding.level, finding.what) == ("differs", "seed is ***, and 3 in run.json")
-
-
-def test_unchanged_run_has_no_findings(honest):
-    assert differences(honest) == differences(honest, "open") == []
-    assert len(differences(honest, "holds")) == 6
 
 
 def on(change, *arguments, **values):
@@ -176,24 +158,18 @@ LINES = "metrics.jsonl: lines"
 TAMPERINGS = [
     (row, "rows.jsonl: its content is another"),
     (on(edit_text, "../sums.py", "{example[0]}+", "{example[1]}+"), "sums.py is not what the run was made with"),
-    (on(edit_record, config__learning_rate=0.5), "run.yaml: learning_rate is"),
     (on(edit_record, config__learning_rate=None), "run.json: its records cannot be understood (AssertionError"),
     (agreeing(on(both, "learning_rate", 0.5)), "step 1 was made at the rate"),
-    (on(both, "seed", 6), "step-000002 to step-000006: written with other settings than run.json"),
+    (on(both, "seed", 6), "step-000006: written with other settings than run.json"),
     (on(edit_record, data_sha256="0" * 64), "written with other data than"),
-    (on(edit_record, launch__versions__torch="2.12.0"), "run.json: has"),
     (on(edit_lines, slower), f"{LINES} up to step 2 are not those"),
-    (on(edit_lines, lambda lines: lines.insert(-1, lines[-2])), f"{LINES} after step 4 and up to step 6 are not"),
     (agreeing(on(edit_lines, lambda lines: lines.pop(3))), "where step 3 is expected, the line of step 4 stands"),
     (lambda run: flip_bit(next(run.checkpoint(4).glob("*.safetensors"))), "rank-0000-000.safetensors has other bytes"),
     (on(edit_checkpoint, 4, "weights"), "step-000004: it is another than was there when step-000006 was written"),
-    (on(edit_checkpoint, 6, "weights"), "checkpoints/step-000006/manifest.json: has"),
     (on(drop_checkpoint, 2), "step-000002: is missing; it was kept when step 6"),
     (rename_checkpoint, "step-000004: it was written as that of step 2"),
     (on(edit_weights, "final/adapter_model"), "final/adapter_model.safetensors: has"),
     (lambda run: (run.final / "config.json").write_text("{}"), "final/config.json: was added"),
-    (lambda run: run.most_tokens.write_text("{}"), "most-tokens.json: was added"),
-    (on(edit_weights, "base/model"), "base/model.safetensors: has other bytes"),
     (on(edit_text, "samples/step-000006.jsonl", '"generated"', '"Generated"'), "step-000006.jsonl: has other bytes"),
     (lambda run: (run.path / manifest.MANIFEST).unlink(), "manifest.json: is missing"),
 ]
@@ -275,7 +251,6 @@ AGREEING = {
         "cannot be run again: the data is not what the run was started with",
     ),
     "final/": (agreeing(on(edit_weights, "final/adapter_model")), [4, 6], "final/ has other weights"),
-    "the seed": (agreeing(on(both, "seed", 6)), [2, 4], "steps 3 to 4: step 3: "),
 }
 
 
@@ -302,8 +277,9 @@ def test_rerun_segment_finds_what_agreeing_records_hide(honest, what, forks):
     assert any(expected in line for line in lines), lines
 
 
-def test_a_segment_that_is_run_again_has_the_same_bits(honest, forks):
+def test_unchanged_run_has_no_findings_and_the_same_bits(honest, forks):
     run = Recorded.read(honest)
+    assert [finding.level for finding in examine(run)] == ["holds"] * 6
     (first, *_, last) = segments.candidates(run, from_start=False)
     assert (first.begin, last.end) == (0, 6)
     finding = segments.run_again(run, last, 0.0)
@@ -313,8 +289,7 @@ def test_a_segment_that_is_run_again_has_the_same_bits(honest, forks):
 
 def test_segment_of_three_ranks_has_the_same_bits(tmp_path, forks):
     job = (*JOB, *KEPT, "--eval-every", "off")
-    trained = accel_sft(*job, run_dir=tmp_path / "run", **LAYOUTS["ddp on three ranks"])
-    assert trained.status == 0, trained.output
+    finished(*job, run_dir=tmp_path / "run", **LAYOUTS["ddp on three ranks"])
     run = Recorded.read(RunDir(tmp_path / "run"))
     finding = segments.run_again(run, segments.candidates(run, from_start=False)[-1], 0.0)
     assert (finding.level, finding.subject) == ("holds", "steps 5 to 6"), finding
@@ -330,27 +305,22 @@ def test_segment_that_cannot_rerun_is_neither_difference_nor_success(honest, for
 
 
 HONEST = {
-    "resumed": (*JOB, *KEPT),
-    "ddp": (*JOB, *KEPT),
-    "z2": (*JOB, *KEPT),
-    "z3": (*JOB, *KEPT),
-    "torchrun": (*JOB, *KEPT),
-    "averages": (*JOB, *KEPT, "--adapter", "lora", "--lora-dropout", "0.1", "--ema-decay", "0.9"),
-    "mix": (),
+    "resumed": (),
+    "z3": (),
+    "torchrun": (),
+    "averages": ("--adapter", "lora", "--lora-dropout", "0.1", "--ema-decay", "0.9"),
 }
 
 
-@pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.long) for how in HONEST])
+@pytest.mark.long
+@pytest.mark.parametrize("how", HONEST)
 def test_nothing_is_found_in_honest_runs(how, tmp_path):
-    run_dir, options = tmp_path / "run", LAYOUTS.get(how, {})
-    job = HONEST[how] or mixed_job(tmp_path)
-    trained = accel_sft(*job, run_dir=run_dir, **options)
-    assert trained.status == 0, trained.output
+    run_dir, job = tmp_path / "run", (*JOB, *KEPT, *HONEST[how])
+    trained = finished(*job, run_dir=run_dir, **LAYOUTS.get(how, {}))
     if how == "resumed":
         run_dir = stopped(trained, tmp_path / "resumed", 4)
         (run_dir / manifest.MANIFEST).unlink()
-        resumed = accel_sft(*job, "--resume", "auto", run_dir=run_dir)
-        assert "at step 4 of 6" in resumed.output
+        assert "at step 4 of 6" in finished(*job, "--resume", "auto", run_dir=run_dir).output
     status, report = verified(RunDir(run_dir), "--segments", "9")
     assert status == 0, report
     assert {finding["level"] for finding in report["findings"]} == {"holds"}, report
@@ -359,33 +329,20 @@ def test_nothing_is_found_in_honest_runs(how, tmp_path):
     assert all("are the same to the bit" in what for what in again)
 
 
-def mixed_job(folder):
-    for name in ("a", "b"):
-        turns = [{"role": "user", "content": f"{name}?"}, {"role": "assistant", "content": "It is so."}]
-        rows = [{"messages": [{**turn, "content": f"{turn['content']} {n}"} for turn in turns]} for n in range(20)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = [word for name in ("a", "b") for word in ("--train-file", str(folder / f"{name}.jsonl"))]
-    mixed = ("chat", *files, "--mix", "2,1", "--held-out", "6", "--max-steps", "6", "--global-batch-size", "8")
-    return (*mixed, "--max-new-tokens", "4", *KEPT)
-
-
-@pytest.mark.parametrize("tolerance", [1.0, pytest.param(0.0, marks=pytest.mark.long)])
-def test_another_machines_run_is_held_to_its_curve(honest, forks, tolerance):
+def test_another_machines_run_is_held_to_its_curve(honest, forks):
     edit_json(honest.record, launch__host__processor="another")
     changed_loss(honest)
-    if tolerance:
-        flags = ("--segments", "1", "--seed", seed_that_draws(honest, [4, 6]), "--tolerance", str(tolerance))
-        finding = verified(honest, *flags)[1]["findings"][-1]
-        assert (finding["subject"], finding["level"]) == ("steps 5 to 6", "holds")
-        assert "bits may differ: processor then: another, here: " in finding["what"]
-    else:
-        finding = segments.run_again(Recorded.read(honest), segments.Segment(4, 6), tolerance)
-        assert finding.level == "differs"
-        assert "more than --tolerance 0" in finding.what
+    run = Recorded.read(honest)
+    finding = segments.run_again(run, segments.Segment(4, 6), 1.0)
+    assert finding.level == "holds"
+    assert "bits may differ: processor then: another, here: " in finding.what
+    finding = segments.run_again(run, segments.Segment(4, 6), 0.0)
+    assert finding.level == "differs"
+    assert "more than --tolerance 0" in finding.what
 
 
-def test_what_is_no_run_is_refused_in_a_line(honest, tmp_path):
-    done = accel_sft("verify", str(tmp_path))
+def test_what_is_no_run_is_refused_in_a_line(honest, tmp_path, called):
+    done = called("verify", str(tmp_path))
     assert done.status == 1
     assert "no run.json in it; name the folder of a run" in done.output
     honest.metrics.unlink()

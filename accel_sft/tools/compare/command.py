@@ -19,15 +19,13 @@ from accel_sft.api.task import Task
 from accel_sft.api.task_file import file_record, recorded_name
 from accel_sft.io.files import expanded, made_folder, write_atomically
 from accel_sft.io.lock import lock
-from accel_sft.io.terminal import terminal, wrapped
-from accel_sft.io.text import printable
+from accel_sft.io.terminal import terminal
 from accel_sft.launch.info import shipped
 from accel_sft.launch.launcher import under_launcher
 from accel_sft.launch.recordable import masked_words
 from accel_sft.models.source import resolved
 from accel_sft.tools.compare import rounds
 from accel_sft.tools.compare.measured import completed
-from accel_sft.tools.compare.record import open_record
 from accel_sft.tools.compare.settings import OWN_COMMAS, SINGLE, ComparedSetting, product, split_values
 from accel_sft.tools.report.page import render
 from accel_sft.tools.report.runs import read_comparison
@@ -57,16 +55,11 @@ def run(
     defaults: Mapping[str, str] = DEFAULTS,
 ) -> None:
     """Run every setting `repeat` times, write tables and findings, and print them; with `dry_run` print the commands.
-
-    Args:
-        defaults: values of options that runs get unless the user gives them, by name.
-    Raises:
-        UserError: the user must fix something (raised before the first launch), or no setting completed.
-    """
+    Runs get the `defaults`, values of options by name, unless the user gives others."""
     if under_launcher():
         raise UserError("compare and how-much start launches themselves: run them without accelerate launch")
     settings, varied = settings_of(task, task_class, offers, params, parse, defaults)
-    configs, tasks = _check(settings, params["discard_steps"], parse)
+    of_run = _check(settings, params["discard_steps"], parse)
     if params["dry_run"]:
         for setting in settings:
             print(f"{setting.name}\n    {setting.shown_command(Path('FOLDER'))}", file=terminal())
@@ -83,14 +76,16 @@ def run(
         "command": shlex.join(["accel-sft", *masked_words(sys.argv[1:])]),
         "fingerprints": _fingerprints(params["config_file"], task_class),
         "varied": varied,
-        "main_metric": tasks[0].main_metric,
-        "higher_is_better": tasks[0].higher_is_better,
+        "main_metric": of_run.main_metric,
+        "higher_is_better": of_run.higher_is_better,
         "discard_steps": params["discard_steps"],
         "repeat": params["repeat"],
         "time_limit_minutes": params["time_limit"],
     }
-    record = open_record(folder, wanted, settings)
-    _describe(record, folder, configs)
+    record = rounds.open_record(folder, wanted, settings)
+    done = sum(len(entry["runs"]) for entry in record["settings"])
+    print(f"folder    {folder}", file=terminal())
+    print(f"settings  {len(settings)}, runs of each {params['repeat']}; {done} runs are done already", file=terminal())
     try:
         rounds.run(record, folder, settings, keep_weights=params["keep_weights"])
         print(f"\n{folder}: comparison.csv, comparison.json", file=terminal())
@@ -153,10 +148,8 @@ def _launch_file(name: str) -> Path | None:
     return file
 
 
-def _check(
-    settings: Sequence[ComparedSetting], discard_steps: int, parse: Parse
-) -> tuple[list[TrainConfig], list[Task]]:
-    """Return the options and the task of every setting, or raise UserError with the problems of all together."""
+def _check(settings: Sequence[ComparedSetting], discard_steps: int, parse: Parse) -> Task:
+    """Return the task of the first setting, or raise UserError with the problems of all settings together."""
     configs, tasks = [], []
     problems: list[str] = []
     for setting in settings:
@@ -180,7 +173,7 @@ def _check(
         problems += [f"{flag_of(name)}: {problem}" for name in varied]
     if problems:
         raise UserError(*dict.fromkeys(problems))
-    return configs, tasks
+    return tasks[0]
 
 
 def _fingerprints(config_file: str | None, task_class: type[Task]) -> dict[str, str]:
@@ -191,15 +184,3 @@ def _fingerprints(config_file: str | None, task_class: type[Task]) -> dict[str, 
     if config_file:
         fingerprints[f"--config {config_file}"] = hashlib.sha256(expanded(config_file).read_bytes()).hexdigest()
     return fingerprints
-
-
-def _describe(record: Mapping[str, Any], folder: Path, configs: Sequence[TrainConfig]) -> None:
-    """Print what is about to be measured."""
-    entries = record["settings"]
-    done = sum(len(entry["runs"]) for entry in entries)
-    print(f"folder    {folder}", file=terminal())
-    print(f"settings  {len(entries)}, runs of each {record['repeat']}; {done} runs are done already", file=terminal())
-    for entry, config in zip(entries, configs, strict=True):
-        how = f"processes {entry['launch']['processes']}, precision {entry['launch']['precision']}"
-        how += f", {config.global_batch_size} examples a step"
-        print(wrapped(printable(f"setting   {entry['name']}: {how}"), 10), file=terminal())

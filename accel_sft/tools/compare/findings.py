@@ -1,40 +1,166 @@
-"""States a comparison's findings in sentences: the fastest setting, the costs of the others, and disturbances."""
+"""Ranks a comparison's settings, and states what was found: the best or fastest, what others cost, what disturbed."""
 
+import dataclasses
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from accel_sft.io.files import is_number
+from accel_sft.api.options import flag_of
+from accel_sft.io.files import is_number, read_object
+from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import shown
 from accel_sft.launch.child import COMPLETE
+from accel_sft.results.resampled import read_measured
+from accel_sft.results.significance import Measured, against_best, average, span, verdict, words_for
 from accel_sft.tools.compare import learning_curve
 from accel_sft.tools.compare.measured import EXECUTION, completed
-from accel_sft.tools.compare.sweep import best_settings, swept
-from accel_sft.tools.compare.tables import percent
 
 Setting = Mapping[str, Any]
 """An entry of the record's `settings`."""
 SPEED = "tokens_per_second"
+SEED = "seed"
 _MEMORY = {"peak_device_memory_gib": "on a GPU", "host_memory_all_ranks_gib": "of host memory"}
 _FACTS = ("device", "cores", "platform", "versions", "data")
 """Conditions that should be the same for all runs, by their keys in a run's `environment`."""
+_LISTED = 8
+"""Maximum number of settings that the ranking's sentence lists."""
 
 
 def findings(record: Mapping[str, Any]) -> list[str]:
-    """Return a sentence or two for each finding; speed is compared in tokens/s, as batch sizes may differ.
-
-    A sweep's findings begin with the best settings, and mention speed only if launches or layouts vary; those of a
-    comparison of numbers of rows are its learning curve.
-    """
+    """A sentence or two for each finding: of a sweep its best settings, and speed only if launches or layouts vary; of
+    a comparison of numbers of rows its learning curve. Speed is in tokens/s, as batch sizes may differ."""
     settings = record["settings"]
     if learnt := [*learning_curve.in_sentences(record)]:
         return [*learnt, *_failures(settings)]
-    lines = [*best_settings(record)]
+    lines = [*_best_settings(record)]
     if not swept(record) or EXECUTION & {*record["varied"]}:
         lines += _speed_and_memory(settings)
-    return [*lines, *_disturbed(settings), *_failures(settings), *_learning(settings), *_surroundings(record)]
+    return [*lines, *_disturbed(settings), *_failures(settings), *_learning(settings), *_surroundings(settings)]
 
 
-def decided(one: Setting, other: Setting) -> bool | None:
+@dataclasses.dataclass(frozen=True)
+class SweptSetting:
+    """One combination of the swept values: its name, and the record's entries with these values, each with a seed and
+    a launch."""
+
+    name: str
+    entries: Sequence[Setting]
+
+    @property
+    def metrics(self) -> list[float]:
+        """The main metric after training, of each entry."""
+        return [entry["median"]["metric_after"] for entry in self.entries]
+
+    @property
+    def metric(self) -> float:
+        return statistics.median(self.metrics)
+
+    @property
+    def loss(self) -> float | None:
+        """Median of the entries' validation losses after training; None if no entry has one."""
+        losses = [loss for entry in self.entries if is_number(loss := entry["median"].get("eval_loss_after"))]
+        return statistics.median(losses) if losses else None
+
+    @property
+    def spread(self) -> float | None:
+        """The range of the metric; None with a single seed, since runs with the same seed train identically."""
+        seeds = {str(entry["values"].get(SEED)) for entry in self.entries}
+        return max(self.metrics) - min(self.metrics) if len(seeds) > 1 else None
+
+    def __str__(self) -> str:
+        low, high = (self.entries[0]["median"].get(key) for key in ("metric_low", "metric_high"))
+        about = ""
+        if len(self.metrics) > 1:
+            about = f" (median of {len(self.metrics)}, {shown(min(self.metrics))} to {shown(max(self.metrics))})"
+        elif is_number(low) and is_number(high):
+            about = f" (95%: {span(low, high)})"
+        loss = "" if self.loss is None else f", validation loss {shown(self.loss)}"
+        return f"{self.name}: {shown(self.metric)}{about}{loss}"
+
+
+def swept(record: Mapping[str, Any]) -> list[str]:
+    """The varied options, except the seed, that change what a step computes; without any, this is no sweep."""
+    return [name for name in record["varied"] if name not in EXECUTION and name != SEED]
+
+
+def in_order(record: Mapping[str, Any]) -> list[Setting]:
+    """The record's settings; those of a sweep, unless it is of numbers of rows, with the best first and those without a
+    metric last."""
+    if not swept(record) or learning_curve.of_rows(record):
+        return record["settings"]
+
+    def place(entry: Setting) -> tuple[bool, float, float]:
+        metric, loss = (entry["median"].get(key) for key in ("metric_after", "eval_loss_after"))
+        return (metric is None, *_rank(record, metric or 0.0, loss))
+
+    return sorted(record["settings"], key=place)
+
+
+def _ranked(record: Mapping[str, Any]) -> list[SweptSetting]:
+    """A sweep's settings that have a metric, the best first; of equal ones that with the lower validation loss."""
+    groups: dict[str, list[Setting]] = {}
+    for entry in record["settings"] if swept(record) else ():
+        if entry["status"] == COMPLETE and is_number(entry["median"].get("metric_after")):
+            name = ", ".join(f"{flag_of(name)[2:]} {entry['values'].get(name)}" for name in swept(record))
+            groups.setdefault(name, []).append(entry)
+    settings = [SweptSetting(name, entries) for name, entries in groups.items()]
+    return sorted(settings, key=lambda setting: _rank(record, setting.metric, setting.loss))
+
+
+def _rank(record: Mapping[str, Any], metric: float, loss: float | None) -> tuple[float, float]:
+    return (-metric if record.get("higher_is_better", True) else metric, float("inf") if loss is None else loss)
+
+
+def paired_settings(record: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Any] | None]:
+    """By name, each setting's test against the best setting on the same examples, averaged over seeds (`against_best`).
+    None if untestable: the examples differ or scores are unknown. Empty if this is not a sweep."""
+    settings = _ranked(record)
+    by_setting: dict[str, Measured] = {}
+    for setting in settings:
+        of_seeds = {str(entry["values"].get(SEED)): completed(entry)[0] for entry in setting.entries}
+        folders = [RunDir(folder / run["folder"]) for run in of_seeds.values()]
+        measured = [read_measured(run_dir, read_object(run_dir.result)) for run_dir in folders]
+        together = average([one for one in measured if one])
+        if together and None not in measured:
+            by_setting[setting.name] = together
+    tests = against_best(by_setting, settings[0].name) if settings and settings[0].name in by_setting else {}
+    return {setting.name: tests.get(setting.name) for setting in settings[1:]}
+
+
+def _best_settings(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield sentences on which setting is best, which settings may be equally good, and what is unknown."""
+    metric, settings = record["main_metric"], _ranked(record)
+    if swept(record) and not settings and any(entry["status"] == COMPLETE for entry in record["settings"]):
+        yield f"Settings cannot be ranked: no run has {metric} after training; leave out --eval-every off."
+    if len(settings) < 2:
+        return
+    best, others = settings[0], settings[1:]
+    tests = {name: test for name, test in record.get("paired", {}).items() if test}
+    if alike := [other for other in others if _undecided(best, other, tests.get(other.name))]:
+        which = " and ".join(setting.name for setting in (best, *alike))
+        behind = max(abs(best.metric - other.metric) for other in alike)
+        yield (
+            f"Undecided which is the best by {metric} after training: {which}. They differ by {shown(behind)} at most, "
+            "which other seeds or other examples may turn round."
+        )
+    else:
+        yield f"{best.name} is the best by {metric} after training."
+    words = words_for(record.get("higher_is_better", True))
+    listed = [f"{one}{f', {verdict(test, words)}' if (test := tests.get(one.name)) else ''}" for one in settings]
+    yield f"By {metric}, the best first: {'; '.join(listed[:_LISTED])}."
+    if any(setting.spread is None for setting in settings):
+        yield "With one seed it is not known whether such differences repeat; --seed 1,2,3 tells."
+
+
+def _undecided(best: SweptSetting, other: SweptSetting, test: Mapping[str, Any] | None) -> bool:
+    """Whether other seeds or examples might reverse the order of two settings."""
+    spreads = [setting.spread for setting in (best, other) if setting.spread is not None]
+    by_seeds = abs(best.metric - other.metric) <= max(spreads, default=0.0)
+    return by_seeds or (test is not None and test["p"] >= test["level"])
+
+
+def _decided(one: Setting, other: Setting) -> bool | None:
     """Whether two speeds differ by more than the rounds of either setting; None if one of them has a single round."""
     spreads = [setting["spread"][SPEED] for setting in (one, other)]
     a, b = one["median"][SPEED], other["median"][SPEED]
@@ -49,9 +175,9 @@ def _speed_and_memory(settings: Sequence[Setting]) -> Iterator[str]:
         return
     best, *others = sorted(measured, key=lambda setting: -setting["median"][SPEED])
     speed = f"{shown(best['median'][SPEED])} tokens/s, {shown(best['median']['median_step_seconds'])} s a step"
-    if any(decided(best, setting) is None for setting in others):
+    if any(_decided(best, setting) is None for setting in others):
         yield "Which setting is the fastest is not known: one has a single round that counts; --repeat 3 runs more."
-    elif close := [setting for setting in others if not decided(best, setting)]:
+    elif close := [setting for setting in others if not _decided(best, setting)]:
         behind = max(1 - setting["median"][SPEED] / best["median"][SPEED] for setting in close)
         spread = max(setting["spread"][SPEED] for setting in (best, *close))
         which = " and ".join(setting["name"] for setting in (best, *close))
@@ -60,7 +186,7 @@ def _speed_and_memory(settings: Sequence[Setting]) -> Iterator[str]:
             f"setting by {percent(spread)}; {best['name']}: {speed}."
         )
     else:
-        yield f"{best['name']} is the fastest{'' if others else ', as no other was measured'}: {speed}."
+        yield f"{best['name']} is the fastest: {speed}."
     for setting in others:
         times = f"{best['median'][SPEED] / setting['median'][SPEED]:.2f} times the time of {best['name']}"
         peaks = {key: [one["median"][key] for one in (best, setting)] for key in _MEMORY}
@@ -80,9 +206,8 @@ def _failures(settings: Sequence[Setting]) -> Iterator[str]:
     for setting in settings:
         for run in setting["runs"]:
             if run["status"] != COMPLETE:
-                yield ": ".join(
-                    filter(None, (f"{setting['name']}, round {run['round']}", run["status"], run["reason"]))
-                )
+                parts = f"{setting['name']}, round {run['round']}", run["status"], run["reason"]
+                yield ": ".join(filter(None, parts))
 
 
 def _learning(settings: Sequence[Setting]) -> Iterator[str]:
@@ -102,16 +227,14 @@ def _learning(settings: Sequence[Setting]) -> Iterator[str]:
         )
 
 
-def _surroundings(record: Mapping[str, Any]) -> Iterator[str]:
-    """Say whether the machine was busy, and which conditions differed between runs."""
-    around = [run["environment"] for setting in record["settings"] for run in setting["runs"]]
-    cores = record["environment"]["cores"]
-    loads = [load for facts in around if is_number(load := facts.get("load_before"))]
-    if busy := [load for load in loads if load > cores]:
-        yield (
-            f"The machine was busy: before {len(busy)} of {len(loads)} launches its load was above its {cores} cores "
-            f"(up to {max(busy):.1f}), so times are longer, and differ more, than on a quiet one."
-        )
+def _surroundings(settings: Sequence[Setting]) -> Iterator[str]:
+    """Say which conditions differed between runs."""
+    around = [run["environment"] for setting in settings for run in setting["runs"]]
     values = {key: {str(facts[key]) for facts in around if facts.get(key) is not None} for key in _FACTS}
     if others := [key for key, different in values.items() if len(different) > 1]:
         yield f"Not the same around all runs: {', '.join(others)} (`environment` of each run in comparison.json)."
+
+
+def percent(share: float | None) -> str:
+    """A share as text in percent; "-" for None."""
+    return "-" if share is None else f"{100 * share:.0f}%" if share >= 0.095 else f"{100 * share:.1f}%"

@@ -44,21 +44,17 @@ _AHEAD = 6
 class Curve:
     """What was measured: for each number of rows, ascending, the main metric after training of each seed.
 
-    Attributes:
-        better: 1 if more is better, else -1.
-        detectable: smallest difference of two models that the validation examples show four times out of five; None if
-            unknown.
+    `detectable` is the smallest difference of two models that the validation examples show four times out of five.
     """
 
     sizes: Sequence[int]
     metrics: Sequence[Sequence[float]]
-    better: int = 1
+    better: int = 1  # -1 if less is better
     detectable: float | None = None
 
     @property
     def fell(self) -> int | None:
-        """The number of rows after which the metric of each seed was better than after all rows, and their mean by what
-        the examples show; None if there is none."""
+        """The rows after which each seed was better than after all rows, in the mean by what the examples show."""
         last = [self.better * value for value in self.metrics[-1]]
         for size, metrics in zip(self.sizes, self.metrics, strict=True):
             values = [self.better * value for value in metrics]
@@ -73,17 +69,6 @@ class Curve:
         return all(0 <= value <= 1 for values in self.metrics for value in values)
 
 
-@dataclasses.dataclass(frozen=True)
-class Forecast:
-    """The metric that is expected of `rows` rows, as the mean over as many seeds as were measured, and its 95%
-    interval."""
-
-    rows: int
-    value: float
-    low: float
-    high: float
-
-
 def of_rows(record: Mapping[str, Any]) -> bool:
     """Whether a comparison varies the number of rows, and nothing else but seeds."""
     return ROWS in record["varied"] and {*record["varied"]} <= {ROWS, "seed"}
@@ -92,19 +77,15 @@ def of_rows(record: Mapping[str, Any]) -> bool:
 def read_curve(record: Mapping[str, Any]) -> Curve | None:
     """The curve of a comparison that varies the number of rows, and nothing else but seeds; None if there is none."""
     by_size: dict[int, list[float]] = {}
-    widths = []
     for setting in record["settings"] if of_rows(record) else ():
         rows, median = str(setting["values"].get(ROWS)), setting["median"]
         if setting["status"] == COMPLETE and rows.isdecimal() and is_number(median["metric_after"]):
             by_size.setdefault(int(rows), []).append(median["metric_after"])
-            low, high = median["metric_low"], median["metric_high"]
-            widths += [high - low] if is_number(low) and is_number(high) else []
     if len(by_size) < FEWEST_SIZES:
         return None
     tests = [test for test in (record.get("paired") or {}).values() if test]
-    # two evaluations of the same examples; where they cannot be paired, as if each had examples of its own
-    errors = [test["standard_error"] for test in tests] or [width / 4 * math.sqrt(2) for width in widths]
-    errors = [error for error in errors if error > 0]  # equal answers say nothing of how far others would differ
+    # equal answers say nothing of how far others would differ
+    errors = [test["standard_error"] for test in tests if test["standard_error"] > 0]
     return Curve(
         sizes=sorted(by_size),
         metrics=[by_size[size] for size in sorted(by_size)],
@@ -113,8 +94,9 @@ def read_curve(record: Mapping[str, Any]) -> Curve | None:
     )
 
 
-def forecast(curve: Curve, rows: Sequence[int]) -> list[Forecast]:
-    """Forecast the metric of trainings on other numbers of rows, scored on the same validation examples."""
+def forecast(curve: Curve, rows: Sequence[int]) -> list[dict[str, float]]:
+    """The `value` that is expected of trainings on other numbers of `rows`, as a mean over as many seeds as were
+    measured, scored on the same validation examples; `low` to `high` is its 95% interval."""
     import numpy as np
 
     most, draws = curve.sizes[-1], np.random.default_rng(0)
@@ -145,15 +127,13 @@ def forecast(curve: Curve, rows: Sequence[int]) -> list[Forecast]:
         drawn = values[which] + np.hypot(noise, _MISFIT * ahead * rise) * draws.standard_t(_FREEDOM, _DRAWS)
         ends = begin + scale * np.quantile(drawn, _LEVELS)
         low, middle, high = np.clip(ends, *limits).tolist()
-        forecasts.append(Forecast(size, middle, min(low, high), max(low, high)))
+        forecasts.append({"rows": size, "value": middle, "low": min(low, high), "high": max(low, high)})
     return forecasts
 
 
 def _unit(curve: Curve) -> tuple[float, float]:
-    """What is taken from the metric, and by what the rest is divided, so that 1 is the best that can be thought of.
-
-    A share is as good as its distance from the worst share; of any other metric the largest number of rows has half of
-    what can be gained."""
+    """What is taken from the metric, and by what the rest is divided, so that 1 is the best that can be thought of: of
+    a metric that is no share, the largest number of rows has half of what can be gained."""
     if curve.bounded:
         return (0.0, 1.0) if curve.better > 0 else (1.0, -1.0)
     first, last = (statistics.mean(curve.metrics[at]) for at in (0, -1))
@@ -191,17 +171,14 @@ def learnt(record: Mapping[str, Any]) -> dict[str, Any] | None:
             for size, values in zip(curve.sizes, curve.metrics, strict=True)
             for value in values
         ],
-        "forecast": [dataclasses.asdict(one) for one in forecast(curve, ahead)] if curve.fell is None else [],
+        "forecast": forecast(curve, ahead) if curve.fell is None else [],
         "fell": curve.fell,
         "detectable": curve.detectable,
     }
 
 
 def in_sentences(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what was measured, what twice as many rows would bring, and from where on more would show nothing.
-
-    Nothing is yielded if the record has no learning curve.
-    """
+    """Yield what was measured, what twice as many rows would bring, and from where on more would show nothing."""
     if not (curve := record.get("learning_curve")):
         return
     metric, ahead, smallest = record["main_metric"], curve["forecast"], curve["detectable"]

@@ -23,11 +23,8 @@ _END_BYTES = 4096
 
 
 def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
-    """The run's recorded measurements, even if it failed or was killed; missing ones are None.
-
-    Args:
-        discard_steps: number of first steps whose time is not counted.
-    """
+    """The run's recorded measurements, even if it failed or was killed; missing ones are None. The time of the first
+    `discard_steps` is not counted."""
     steps = training_lines(run_dir)
     counted = steps[discard_steps:]
     result, record = read_object(run_dir.result), read_object(run_dir.record)
@@ -96,10 +93,7 @@ def _of(ranks: Sequence[Mapping[str, Any]], kind: str, field: str) -> list[float
 
 
 def summarise(record: dict[str, Any], folder: Path) -> None:
-    """Add to each setting the summary of its runs.
-
-    Times are taken from undisturbed rounds, if a setting has any.
-    """
+    """Add to each setting the summary of its runs; times are those of undisturbed rounds, if it has any."""
     settings = record["settings"]
     for setting in settings:
         runs, done = setting["runs"], completed(setting)

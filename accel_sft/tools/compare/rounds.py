@@ -1,10 +1,10 @@
-"""Runs the settings round by round, records each run when it ends, and writes the tables and findings."""
+"""Runs the settings round by round, and keeps comparison.json: with it an interrupted comparison resumes."""
 
 import datetime
-import os
+import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +12,65 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from accel_sft.io.files import write_atomically
+from accel_sft.api.errors import UserError
+from accel_sft.io.files import abandoned, json_safe, mapping, read_json, write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import columns, terminal, wrapped
 from accel_sft.io.text import printable, shown
-from accel_sft.launch.child import end_all, launch, outcome, signals_interrupt, waited_for
-from accel_sft.tools.compare.findings import findings
+from accel_sft.launch.child import end_all, launch, outcome, signals_interrupt
+from accel_sft.launch.recordable import masked_words
+from accel_sft.launch.this_machine import environment
+from accel_sft.tools.compare.findings import findings, paired_settings
 from accel_sft.tools.compare.learning_curve import learnt
 from accel_sft.tools.compare.measured import completed, last_step, measure, summarise
-from accel_sft.tools.compare.record import RUNS, resuming, write_record
 from accel_sft.tools.compare.settings import ComparedSetting
-from accel_sft.tools.compare.sweep import paired_settings
 from accel_sft.tools.compare.tables import as_csv, terminal_table
+from accel_sft.tools.report.runs import COMPARISON, SCHEMA
+
+
+def open_record(folder: Path, wanted: Mapping[str, Any], settings: Sequence[ComparedSetting]) -> dict[str, Any]:
+    """Return the record of the comparison in `folder`: a new record, or the one that an earlier start left there. Of
+    `wanted`, the record's other keys, `repeat` and `time_limit_minutes` may be others than there."""
+    path = folder / COMPARISON
+    entries = [_entry(setting) for setting in settings]
+    if not path.exists():
+        if {*folder.iterdir()} - {*abandoned(folder)}:
+            raise UserError(f"--output-dir {folder}: not empty, and no comparison; name another folder")
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        made = {"environment": environment(), "settings": entries, "findings": []}
+        return {"schema": SCHEMA, "created": now, "status": "running", **wanted, **made}
+    record = mapping(read_json(path))
+    if record.get("schema") != SCHEMA:
+        raise UserError(f"{path}: not the record of a comparison; name another --output-dir")
+    if _measured_alike(record) != _measured_alike({**wanted, "settings": entries}):
+        problem = "a comparison of other settings or files; name another folder, or go on with the command"
+        raise UserError(f"--output-dir {folder}: {problem} in its {COMPARISON}")
+    for entry, before in zip(entries, record["settings"], strict=True):
+        entry["runs"] = [run for run in before["runs"] if (folder / run["folder"]).is_dir()]  # others are made again
+    return {**record, **wanted, "settings": entries, "status": "running"}
+
+
+def write_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """Replace comparison.json; NaN becomes null."""
+    write_atomically(folder / COMPARISON, json.dumps(json_safe(record), indent=1, ensure_ascii=False) + "\n")
+
+
+def _entry(setting: ComparedSetting) -> dict[str, Any]:
+    words = masked_words(setting.words)
+    about = {"values": setting.values, "launch": setting.launch, "fingerprint": setting.fingerprint}
+    return {"name": setting.name, **about, "words": words, "runs": []}
+
+
+def _measured_alike(record: Mapping[str, Any]) -> list[Any]:
+    """The settings that an earlier start's measurements depend on."""
+    keys = ("name", "words", "launch", "fingerprint")
+    settings = [[setting.get(key) for key in keys] for setting in record["settings"]]
+    return [record["fingerprints"], record["discard_steps"], settings]
 
 
 def run(record: dict[str, Any], folder: Path, settings: Sequence[ComparedSetting], *, keep_weights: bool) -> None:
-    """Make the runs that `record` does not have yet, and print the table.
-
-    A signal ends the current launch; the runs that have ended are kept.
-
-    Raises:
-        Interrupted: SIGINT, SIGTERM or SIGHUP was received.
-    """
+    """Make the runs that `record` does not have yet, and print the table. A signal ends the current launch, and raises
+    `Interrupted`; the runs that have ended are kept."""
     console = Console(file=terminal(), highlight=False, width=columns())
     _update(record, folder)  # so that the comparison can resume even if it is killed in its first run
     try:
@@ -52,7 +89,7 @@ def run(record: dict[str, Any], folder: Path, settings: Sequence[ComparedSetting
     except KeyboardInterrupt as interruption:
         record["status"] = "interrupted"
         _update(record, folder)
-        interruption.args = (f"{interruption}; to go on: {resuming(record, folder)}",)
+        interruption.args = (f"{interruption}; to go on: the same command, with --output-dir {folder}",)
         raise interruption from None
     record["status"] = "complete"
     _update(record, folder)
@@ -76,20 +113,18 @@ def _run_once(
     record: dict[str, Any], folder: Path, setting: ComparedSetting, number: int, status: Status, title: str
 ) -> dict[str, Any]:
     """Run a setting once and return the run's record; an earlier attempt's processes and files are removed before."""
-    place = folder / RUNS / setting.folder
+    place = folder / "runs" / setting.folder
     run_dir, log = RunDir(place / f"round-{number}"), place / f"round-{number}.log"
     end_all(run_dir.path)
     shutil.rmtree(run_dir.path, ignore_errors=True)
     place.mkdir(parents=True, exist_ok=True)
 
     def look() -> None:
-        step = last_step(run_dir)
-        doing = f"step {step}" if step else waited_for(log) or "starting"
-        line = f"{title}, {doing}, {time.monotonic() - began:.0f} s"
+        line = f"{title}, step {last_step(run_dir)}, {time.monotonic() - began:.0f} s"
         status.update(Text(printable(line), no_wrap=True, overflow="ellipsis"))
 
     began = time.monotonic()
-    load, started = os.getloadavg()[0], datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     limit = record["time_limit_minutes"] * 60
     look()
     try:
@@ -99,7 +134,6 @@ def _run_once(
         raise
     word, reason = outcome(ended, run_dir, log, limit)
     run_dir.path.mkdir(exist_ok=True)  # a launch that failed early made none, but a folder marks the run as made
-    measured = measure(run_dir, record["discard_steps"])
     return {
         "round": number,
         "status": word,
@@ -109,8 +143,7 @@ def _run_once(
         "command": setting.shown_command(run_dir.path),
         "started": started,
         "seconds": ended.seconds,
-        **measured,
-        "environment": {**measured["environment"], "load_before": load},
+        **measure(run_dir, record["discard_steps"]),
     }
 
 

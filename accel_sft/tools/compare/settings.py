@@ -32,12 +32,9 @@ class ComparedSetting:
     """One combination of values, and how it is launched.
 
     Attributes:
-        name: the values of the varied options, as shown to the user.
-        folder: the name of the folder of its runs, made of its number and `name`.
         values: every given value by option, the launcher's options included; secrets are left out.
         launch: `processes` and `precision`, as the launch file and its flags decide.
-        launcher: the command's words before `-m accel_sft`.
-        words: the command's words after it: the task and the run's options.
+        launcher, words: the command's words before `-m accel_sft` and behind it.
         environment: environment variables that its launch gets besides the user's own.
         fingerprint: SHA-256 of the launch file and of the DeepSpeed JSON that it names; "" without a launch file.
     """
@@ -88,11 +85,7 @@ def product(
     run_words: Sequence[str],
 ) -> tuple[list[ComparedSetting], list[str]]:
     """Return every combination of values, the last option changing fastest, and the names of the options that vary.
-
-    Args:
-        launches: launch files by the name they were given with; None for `SINGLE`, which ignores --num-processes.
-        run_words: words that every run gets unchanged, after the values of `options`.
-    """
+    `launches` has launch files by the name they were given with, None for `SINGLE`, which ignores --num-processes."""
     given = {"num_processes": processes, "mixed_precision": precisions}
     given |= {option.name: values for option, values in options.items()}
     axes = {"launch": [*launches], **{name: values for name, values in given.items() if values}}

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from accel_sft.io.text import shown
 from accel_sft.launch.child import COMPLETE
+from accel_sft.tools.compare.findings import in_order, percent, swept
 from accel_sft.tools.compare.learning_curve import of_rows
-from accel_sft.tools.compare.sweep import in_order, swept
 from accel_sft.tools.report.runs import NUMBERS
 
 _TITLES = {
@@ -29,10 +29,7 @@ _OF_SWEEPS = {**_OF_ROWS, "tokens_per_second": "tokens/s"}
 
 
 def terminal_table(record: Mapping[str, Any]) -> Table:
-    """A row for each setting of the comparison: its varied values, then its numbers, or its status if not complete.
-
-    A sweep's settings are sorted by their metric; of numbers of rows only the metric and the loss are shown.
-    """
+    """A row for each setting of the comparison: its varied values, then its numbers, or its status if not complete."""
     settings = in_order(record)
     titles = _OF_ROWS if of_rows(record) else _OF_SWEEPS if swept(record) else _TITLES
     titles = {key: title for key, title in titles.items() if any(one["median"][key] is not None for one in settings)}
@@ -65,15 +62,10 @@ def as_csv(record: Mapping[str, Any]) -> str:
     plain = ["round", "status", "reason", "steps", *NUMBERS]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["setting", *names, *plain, "load_before", "disturbed", "folder"])
+    writer.writerow(["setting", *names, *plain, "disturbed", "folder"])
     for setting in record["settings"]:
         for run in setting["runs"]:
             values = [setting["values"].get(name, "") for name in names]
-            about = [run["environment"].get("load_before"), "; ".join(run["disturbed"]), run["folder"]]
+            about = ["; ".join(run["disturbed"]), run["folder"]]
             writer.writerow([setting["name"], *values, *(run.get(key) for key in plain), *about])
     return text.getvalue()
-
-
-def percent(share: float | None) -> str:
-    """A share as text in percent; "-" for None."""
-    return "-" if share is None else f"{100 * share:.0f}%" if share >= 0.095 else f"{100 * share:.1f}%"

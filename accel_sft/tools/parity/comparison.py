@@ -71,26 +71,17 @@ class Reference:
 
 @dataclasses.dataclass
 class Pair:
-    """An example with the answer of the run's weights and the server's.
-
-    Attributes:
-        ids: the answer of the run's weights.
-        reply: the server's; None if it refused to answer, and `refusal` says why.
-        theirs: the server's token ids of the prompt; None if the server does not report them.
-        at: the place of the first token that differs; None if the answers are the same.
-        gap: by how many nats the run's weights prefer their own token there.
-        off: differences of the log-probabilities of the tokens before that place.
-    """
+    """An example with the answer of the run's weights and the server's."""
 
     chat: Conversation
     row: Encoded
-    ids: list[int]
-    reply: Reply | None = None
+    ids: list[int]  # the answer of the run's weights
+    reply: Reply | None = None  # the server's; None if it refused to answer
     refusal: str = ""
-    theirs: list[int] | None = None
-    at: int | None = None
-    gap: float = 0.0
-    off: Sequence[float] = ()
+    theirs: list[int] | None = None  # the server's token ids of the prompt, if it reports them
+    at: int | None = None  # the place of the first token that differs; None if the answers are the same
+    gap: float = 0.0  # nats by which the run's weights prefer their own token there
+    off: Sequence[float] = ()  # differences of the log-probabilities of the tokens before that place
 
     @property
     def prompt(self) -> list[int]:
@@ -150,10 +141,8 @@ def ask(reference: Reference, endpoint: Endpoint, pair: Pair) -> Reply:
 
 
 def with_thinking(served: str, own: str) -> str:
-    """A server's answer, with the thinking that the run's own answer begins with if the server has left it out.
-
-    llama.cpp's server and vLLM's reasoning parsers do; an empty block, as Qwen3's template writes it, is then nowhere.
-    """
+    """A server's answer, with the thinking that the run's own begins with if the server has left it out, as llama.cpp's
+    server and vLLM's reasoning parsers do."""
     if "<think>" not in own or "<think>" in served:
         return served
     return own.removesuffix(without_thinking(own, "").lstrip()) + served.lstrip()
@@ -174,11 +163,8 @@ def difference(reference: Reference, pair: Pair, reply: Reply) -> tuple[int | No
 
 
 def same(reference: Reference, ids: list[int], reply: Reply) -> bool:
-    """Whether a reply is this answer; blanks at its ends do not count, since some servers take them away.
-
-    Where the token that ends an answer is the last that is asked for, some servers say that its length ended it.
-    """
-    ended = bool(ids) and ids[-1] in reference.ends
+    """Whether a reply is this answer; blanks at its ends do not count, since some servers take them away."""
+    ended = bool(ids) and ids[-1] in reference.ends  # as the last token asked for, some servers say that length did
     own, served = (text.strip().rstrip("\ufffd") for text in (reference.text(ids), reply.text))  # a cut character
     return own == served and (ended == (reply.finish != "length") or (ended and len(ids) == reference.most))
 

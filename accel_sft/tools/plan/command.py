@@ -26,12 +26,10 @@ from accel_sft.tools.plan.plans import (
     SIMPLEST_FIRST,
     Plan,
     PlannedMachine,
-    Refused,
     launch_of,
     machine,
     plan,
     recommended,
-    without_offload,
 )
 from accel_sft.tools.plan.table import Answer
 
@@ -48,20 +46,13 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
     lengths = read(task, config)
     content, name = model_config(config, lengths.vocabulary)
     shape, stored = read_shape(content, name), stored_bytes(content)
-    files = [(name, file, launch_of(file, hardware)) for name, file in launch_files(config.launch)]
-
-    def planned(config: PlanConfig) -> list[Plan | Refused]:
-        plans = []
-        for name, file, launch in files:
-            step_tokens = int(config.global_batch_size or 0) * lengths.mean * launch.tensor_ranks / launch.world_size
-            job = job_of(config, task, shape, stored, launch, hardware, lengths, step_tokens)
-            plans.append(plan(name, file, job, hardware, step_tokens, lengths.mean))
-        return plans
-
-    plans = planned(config)
+    plans = []
+    for name, file in launch_files(config.launch):
+        launch = launch_of(file, hardware)
+        step_tokens = int(config.global_batch_size or 0) * lengths.mean * launch.tensor_ranks / launch.world_size
+        job = job_of(config, task, shape, stored, launch, hardware, lengths, step_tokens)
+        plans.append(plan(name, file, job, hardware, step_tokens, lengths.mean))
     best, why = recommended(plans)
-    if config.adapter == "none" and not config.train_only:
-        why += without_offload(best, lambda in_4bit: planned(replace(config, adapter="lora", load_in_4bit=in_4bit)))
     command = command_of(task_name, task, given, best, hardware) if best else None
     answer = Answer(plans, shape, hardware, lengths, config, best, why, command)
     print(json.dumps(answer.as_json(), indent=2) if config.json else "\n".join(answer.lines()))

@@ -3,7 +3,7 @@ this machine, or one that the user describes."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +24,13 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class PlannedMachine:
-    """One of the machines of a launch.
+    """One of the machines of a launch."""
 
-    Attributes:
-        gpus: number of GPUs; with 0, ranks train on the CPU.
-        gpu_bytes: memory of one GPU; None without one.
-        host_bytes: host memory that training may take.
-        bf16: whether its ranks compute in bf16 natively; assumed of GPUs that the user describes.
-        gpu: the name of its GPUs; "" if they are another machine's, or not all alike.
-    """
-
-    gpus: int
+    gpus: int  # with 0, ranks train on the CPU
     gpu_bytes: float | None
     host_bytes: float
-    bf16: bool = True
-    gpu: str = ""
-
-    def describe(self) -> str:
-        """The machine in words, for the head of the table."""
-        gpus = f"{self.gpus} GPU of {self.gpu_bytes / GIB:.0f} GiB" if self.gpu_bytes else "no GPU"
-        return f"{gpus}, {self.host_bytes / GIB:.0f} GiB of host memory"
+    bf16: bool = True  # natively; assumed of GPUs that the user describes
+    gpu: str = ""  # the name; "" of another machine's GPUs, or of several names
 
 
 def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> PlannedMachine:
@@ -92,28 +79,17 @@ class Refused:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The predictions for a run under one launch file.
-
-    Attributes:
-        name, file: the launch file's name and path.
-        job: the job with the smallest forward that must fit.
-        estimate: the memory of that job.
-        over: which memory is too small for the job: `device`, `host` or both.
-        largest_tokens: tokens of the largest forward that fits, at most a rank's part of a step; 0 if none fits.
-        speed: the speed with forwards of that size.
-        tight: whether the job fits, but fills more than the share `MARGIN` of a memory.
-        more: settings by name that the plan adds to the user's.
-    """
+    """The predictions for a run under one launch file."""
 
     name: str
     file: Path
-    job: Job
+    job: Job  # with the smallest forward that must fit
     estimate: Estimate
-    speed: Speed
-    over: tuple[str, ...] = ()
-    largest_tokens: int = 0
-    tight: bool = False
-    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    speed: Speed  # with the largest forward
+    over: tuple[str, ...] = ()  # which memory is too small: `device`, `host` or both
+    largest_tokens: int = 0  # of a forward that fits, at most a rank's part of a step; 0 if none fits
+    tight: bool = False  # it fits, but fills more than the share `MARGIN` of a memory
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # settings that are added to the user's
 
     @property
     def fits(self) -> bool:
@@ -124,11 +100,6 @@ class Plan:
         """`more` as words of a command line."""
         values = [flag_of(name) if value is True else f"{flag_of(name)} {value}" for name, value in self.more.items()]
         return " ".join(values)
-
-
-def made_plans(plans: Sequence[Plan | Refused]) -> list[Plan]:
-    """Those of launch files that can run the job."""
-    return [plan for plan in plans if isinstance(plan, Plan)]
 
 
 def launch_of(file: Path, machine: PlannedMachine) -> Launch:
@@ -142,14 +113,10 @@ def launch_of(file: Path, machine: PlannedMachine) -> Launch:
 def plan(
     name: str, file: Path, job: Job, machine: PlannedMachine, step_tokens: float, row_tokens: float = 0.0
 ) -> Plan | Refused:
-    """Return the plan for a job under its launch.
+    """Return the plan for a job under its launch, with gradient checkpointing if the job then fits better or is faster,
+    and with fewer answers at once if there is no room for as many as the job has.
 
-    The plan adds gradient checkpointing if the job then fits better or is faster, and lowers the number of answers that
-    an evaluation generates at once if there is no room for as many as the job has.
-
-    Args:
-        job: the job with the smallest forward that must fit.
-        step_tokens: tokens of a rank's part of an optimizer step; `row_tokens`: of a row in the mean, for the speed.
+    `step_tokens` are of a rank's part of an optimizer step, `row_tokens` of a row in the mean, for the speed.
     """
     if problem := _problem(job, machine):
         return Refused(name, problem)
@@ -189,10 +156,7 @@ def _shortage(job: Job, memory: _Memory) -> int:
 
 
 def _fewer_answers(job: Job, memory: _Memory) -> Job:
-    """Return the job with as many answers at once as leave room to spare, else as many as fit, else unchanged.
-
-    Fewer answers at once make evaluations slower, but not training.
-    """
+    """Return the job with as many answers at once as leave room to spare, else as many as fit, else unchanged."""
     rows = [job.eval_rows]
     while rows[-1] > 1:
         rows.append(rows[-1] // 2)
@@ -209,11 +173,9 @@ def with_tokens(job: Job, tokens: int) -> Job:
 
 
 def recommended(tried: Sequence[Plan | Refused]) -> tuple[Plan | None, str]:
-    """The plan to run, and why, in a sentence: the simplest of the fastest that fit.
-
-    Plans for one machine come before plans for several, and plans with room to spare before those that barely fit.
-    """
-    plans = made_plans(tried)
+    """The plan to run, and why: the simplest of the fastest that fit. Plans for one machine come before those for
+    several, and plans with room to spare before those that barely fit."""
+    plans = [plan for plan in tried if isinstance(plan, Plan)]
     fits = [plan for plan in plans if plan.fits]
     if not fits:
         return None, "no launch file fits"
@@ -228,23 +190,11 @@ def recommended(tried: Sequence[Plan | Refused]) -> tuple[Plan | None, str]:
         why += f"; it comes within {1 - MARGIN:.0%} of the memory there is, and a prediction may err by as much"
     if simpler := [plan.name for plan in plans if not plan.fits and _simplicity(plan) < _simplicity(best)]:
         why += f"; {', '.join(simpler)} would not fit"
+    launch = best.job.launch
+    offloads = {launch.offload("param"), launch.offload("optimizer")} != {"none"}
+    if best.job.adapter == "none" and not best.job.train_only and offloads:
+        why += "; --adapter lora needs far less memory, with --load-in-4bit less still"
     return best, why
-
-
-def without_offload(best: Plan | None, planned: Callable[[bool], Sequence[Plan | Refused]]) -> str:
-    """The end of a sentence on how an adapter avoids the offload that `best` needs; "" if `best` needs none, or no
-    adapter avoids it. `planned(in_4bit)` gives an adapter's plans."""
-
-    def offloads(plan: Plan | None) -> bool:
-        launch = plan.job.launch if plan else None
-        return not launch or {launch.offload("param"), launch.offload("optimizer")} != {"none"}
-
-    for in_4bit in (False, True) if offloads(best) else ():
-        light, _ = recommended(planned(in_4bit))
-        if light and not offloads(light):
-            flags = f"--adapter lora {'--load-in-4bit ' * in_4bit}{light.flags}".rstrip()
-            return f"; with {flags} {light.name} needs no offload"
-    return ""
 
 
 def _simplicity(plan: Plan) -> int:

@@ -84,10 +84,8 @@ def _exchanges(launch: Launch, layers: int) -> int:
 
 
 def _sent_bytes(job: Job, forwards: int) -> float:
-    """Bytes that a rank sends in one step.
-
-    In a ring of N ranks each byte of a gather or a scatter is sent (N - 1) / N times, of an all-reduce twice as often.
-    """
+    """Bytes that a rank sends in one step: in a ring of N ranks each byte of a gather or a scatter (N - 1) / N times,
+    of an all-reduce twice as often."""
     e, trained, launch = job.computes_bytes, job.trained, job.launch
     once = 1 - 1 / (launch.shard_ranks if launch.backend == "fsdp" else job.ranks)
     if launch.tensor_ranks > 1:  # hidden states after attention and feed-forward, and their gradients before them

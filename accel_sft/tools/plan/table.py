@@ -10,7 +10,7 @@ from accel_sft.memory.estimate import COMPONENTS, Estimate, checkpoint_bytes_eac
 from accel_sft.memory.lengths import Lengths
 from accel_sft.memory.shape import ModelShape
 from accel_sft.memory.states import FLOAT32, MASTER, MOMENTS
-from accel_sft.tools.plan.plans import MARGIN, Plan, PlannedMachine, Refused, made_plans
+from accel_sft.tools.plan.plans import MARGIN, Plan, PlannedMachine, Refused
 
 GIB = 2**30
 _COLUMNS = 80
@@ -40,7 +40,7 @@ class Answer:
 
     def lines(self) -> Iterator[str]:
         """The lines that a terminal shows; the table and the text keep to 80 columns, the command does not."""
-        plans = made_plans(self.plans)
+        plans = [plan for plan in self.plans if isinstance(plan, Plan)]
         yield from self._head(plans)
         yield ""
         yield from self._table(plans)
@@ -76,7 +76,7 @@ class Answer:
         }
 
     def _head(self, plans: Sequence[Plan]) -> Iterator[str]:
-        shape, config, lengths = self.shape, self.config, self.lengths
+        shape, config, lengths, machine = self.shape, self.config, self.lengths, self.machine
         trained = shape.trained(config.adapter, config.lora_r, config.lora_target_modules)
         how = "all trained" if config.adapter == "none" else f"frozen, {trained:,} trained ({config.adapter})"
         if config.train_only is not None:
@@ -84,7 +84,8 @@ class Answer:
         precisions = sorted({plan.job.precision.replace("no", "float32") for plan in plans})
         computes = f"; computes in {' or '.join(precisions)}" if plans else ""
         yield _text(f"model    {shape.family}, {shape.parameters:,} parameters, {how}")
-        yield _text(f"machine  {self.machine.describe()}{computes}")
+        gpus = f"{machine.gpus} GPU of {machine.gpu_bytes / GIB:.0f} GiB" if machine.gpu_bytes else "no GPU"
+        yield _text(f"machine  {gpus}, {machine.host_bytes / GIB:.0f} GiB of host memory{computes}")
         yield _text(f"lengths  the longest example has {lengths.longest:,} tokens: {lengths.source}")
         if shape.other and not (lengths.pixels and shape.tower and shape.tower.values):
             yield _text("images   not counted: the data was not tokenized here, or config.json names no tower's sizes")

@@ -20,7 +20,7 @@ from accel_sft.api.tool_configs import CheckConfig, RehearseConfig
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.evaluation.evaluator import evaluated_rows
 from accel_sft.io import terminal
-from accel_sft.io.files import expanded, json_safe
+from accel_sft.io.files import json_safe
 from accel_sft.io.findings import Finding
 from accel_sft.launch.audit import audit
 from accel_sft.launch.environment import device_count
@@ -28,13 +28,12 @@ from accel_sft.launch.info import launch_of_yaml
 from accel_sft.launch.launcher import under_launcher
 from accel_sft.launch.parallelism import fitted
 from accel_sft.launch.precision import precision_in_record
-from accel_sft.models.source import find_source, resolved
+from accel_sft.models.source import resolved
 from accel_sft.tools.check.command import Audit
 from accel_sft.tools.plan.command import launch_files, words_of
 from accel_sft.tools.rehearse import runs, shrunk
 from accel_sft.tools.rehearse.reload import Reloaded
 from accel_sft.tools.rehearse.runs import FAILS, WARNS, Stages, fails, warns
-from accel_sft.tracking.services import tracker_names
 from accel_sft.training.prepare import plan_steps
 
 _LEVELS = {"error": FAILS, "warning": WARNS}
@@ -68,7 +67,7 @@ def run(task_name: str, task: Task, config: RehearseConfig) -> None:
             "launch": config.launch,
             "seconds": seconds,
             "folder": str(folder) if keeps else None,
-            "stages": [stage.as_dict() for stage in stages.all.values()],
+            "stages": [dataclasses.asdict(stage) for stage in stages.all.values()],
         }
         print(json.dumps(json_safe(report), indent=2, ensure_ascii=False))
     else:
@@ -104,7 +103,7 @@ class Rehearsal:
             self.reload(full_run, config, audited)
 
     def launch(self) -> list[str]:
-        """Audit the launch as the real run does, and what else is decided before a model is loaded."""
+        """Audit the launch as the real run does."""
         real, file, findings = None, None, []
         if self.config.launch:
             (_, file), *others = launch_files(self.config.launch)
@@ -118,14 +117,6 @@ class Rehearsal:
             for finding in audit(self.config, real, gpus):
                 if finding.level in _LEVELS:
                     findings.append(dataclasses.replace(finding, level=_LEVELS[finding.level]))
-        try:
-            tracker_names(self.config.tracker)
-        except UserError as error:
-            findings += map(fails, error.problems)
-        target = expanded(self.config.output_dir) if self.config.output_dir else None
-        if target and self.config.resume == "off" and target.is_dir() and any(target.iterdir()):
-            what = f"--output-dir {self.config.output_dir}: not empty, and the run would be refused"
-            findings.append(fails(what, "name another folder, or continue the run in it with --resume auto"))
         words, seen = runs.launcher_of(real, file)
         self.stages.ended("launch", *findings, seen=seen, when="the start")
         return words
@@ -170,17 +161,15 @@ class Rehearsal:
         return next((step for step in range(1, self.plan.total_steps + 1) if self.plan.is_due(every, step)), None)
 
     def model(self, audited: Audit) -> TrainConfig | None:
-        """Look at the files beside the weights, and shrink the model; returns the settings of the runs, None if there
-        is no model to train."""
+        """Shrink the model; returns the settings of the runs, None if there is no model to train."""
         source = audited.source
         assert source is not None
         with self.stages.reported("model"):
-            findings = [*shrunk.file_findings(source, self.config)]
             model, seen = "tiny", "tiny is trained as it is"
+            findings: list[Finding] = []
             if self.config.model != "tiny" or self.config.init_from:
                 model = str(self.folder / "model")
-                seen, unreached = shrunk.shrink(source, Path(model), self.config)
-                findings += unreached
+                seen, findings = shrunk.shrink(source, Path(model), self.config)
             self.stages.ended("model", *findings, seen=seen, when="loading the model")
             longest = max(int(encoding.kept.answers.max()) for encoding in audited.encodings.values() if encoding)
             return runs.rehearsed(self.config, model, longest)
@@ -228,44 +217,35 @@ class Rehearsal:
         killed = self.runs.killed("killed")
         left = len(killed.lines("loss"))
         resumed = self.runs.start("killed", "--resume", "auto")
-        when = "a resume after a kill"
-        if resumed.failure:
-            self.stages.ended("resume", *map(fails, resumed.failure), when=when)
-            return
+        findings = [*map(fails, resumed.failure)]
         losses = [[line["loss"] for line in run.lines("loss")] for run in (full_run, resumed)]
         files = [{p.name: p.read_bytes() for p in run.dir.final.glob("*.safetensors")} for run in (full_run, resumed)]
-        if losses[0] != losses[1] or files[0] != files[1]:
+        if not findings and (losses[0] != losses[1] or files[0] != files[1]):
             first = next((n for n, (a, b) in enumerate(zip(*losses, strict=False), 1) if a != b), runs.STEPS)
             what = f"a run that was killed and resumed ends with other bits than one without a stop, from step {first}"
-            fix = "see whether the task's data or the model draw random numbers of their own"
-            self.stages.ended("resume", fails(what, fix), when=when)
-            return
-        seen = f"killed (SIGKILL) after {left} steps, and resumed to the same bits"
-        if not killed.failure:
-            seen = "not killed, for the run had ended before its first checkpoint was seen; the bits are the same"
-        self.stages.ended("resume", seen=seen, when=when)
+            findings = [fails(what, "see whether the task's data or the model draw random numbers of their own")]
+        stop = f"killed (SIGKILL) after {left} steps" if killed.failure else "not killed, as it had ended too soon"
+        seen = "" if findings else f"{stop}, and resumed to the same bits"
+        self.stages.ended("resume", *findings, seen=seen, when="a resume after a kill")
 
     def reload(self, full_run: runs.Run, config: TrainConfig, audited: Audit) -> None:
         """Load what was exported by plain transformers and peft, merge it, and have it write an answer."""
         stages, final, encoding = self.stages, full_run.dir.final, audited.encodings["validation"]
         assert encoding is not None
         rows = evaluated_rows(encoding.kept, config.eval_limit)
-        began = find_source(str(full_run.dir.base) if config.model == "tiny" else config.model)
-        last = full_run.lines("eval_loss")
         # where a resume fails, the data may be drawn anew: the run's rows are then not those that were read here
-        compared = last and stages.all["resume"].state != FAILS
-        evaluated = last[-1]["eval_loss"] if compared else None
+        lines = full_run.lines("eval_loss") if stages.all["resume"].state != FAILS else []
+        evaluated = [line["eval_loss"] for line in lines]
         precision = precision_in_record(full_run.dir.read_record()) or "no"
         exported: Reloaded | None = None
         with stages.reported("reload"):
-            exported = Reloaded(final, began, config, rows)
+            exported = Reloaded(final, config, rows)
             seen, findings = exported.reload(evaluated, precision)
             stages.ended("reload", *findings, seen=seen, when="the first use of the exported weights")
         if exported is None:
             return
         with stages.reported("merge"):
-            seen, findings = exported.merge() if exported.source.adapter else ("no adapter to merge", [])
-            stages.ended("merge", *findings, seen=seen, when="accel-sft merge")
+            stages.ended("merge", seen=exported.merge(), when="accel-sft merge")
         with stages.reported("generate"):
             seen, findings = exported.generate()
             stages.ended("generate", *findings, seen=seen, when="the first answer")

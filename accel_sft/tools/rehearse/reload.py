@@ -11,10 +11,9 @@ import torch
 from accel_sft.api.config import TrainConfig
 from accel_sft.chat.encoded import Encoded, named_ends
 from accel_sft.io.findings import Finding
-from accel_sft.models.load import load_model
 from accel_sft.models.merge import merge
 from accel_sft.models.pretrained import class_of, stored_dtype
-from accel_sft.models.source import Source, find_source
+from accel_sft.models.source import find_source
 from accel_sft.models.tokenizer import answer_ends, load_tokenizer
 from accel_sft.tools.rehearse.runs import fails, warns
 
@@ -26,11 +25,11 @@ _BEHIND = 4
 
 
 class Reloaded:
-    """The exported weights in `final`, loaded by plain transformers and peft; `began` is what the run began with, and
-    `rows` are the validation rows whose loss it computed."""
+    """The exported weights in `final`, loaded by plain transformers and peft; `rows` are the validation rows whose loss
+    the run computed."""
 
-    def __init__(self, final: Path, began: Source, config: TrainConfig, rows: Sequence[Encoded]) -> None:
-        self.final, self.began, self.config, self.rows = final, began, config, rows
+    def __init__(self, final: Path, config: TrainConfig, rows: Sequence[Encoded]) -> None:
+        self.final, self.config, self.rows = final, config, rows
         self.trusted, self.images = config.trust_remote_code, any(row.images for row in rows)
         self.source = find_source(str(final))
         self.tokenizer = load_tokenizer(self.source, trust_remote_code=self.trusted, templated=False)
@@ -61,49 +60,47 @@ class Reloaded:
         return inputs
 
     @torch.no_grad()
-    def loss(self, model: Any = None) -> float:
+    def loss(self) -> float:
         """The mean loss of the rows' supervised tokens, each row alone."""
         total = count = 0.0
         for row in self.rows:
             inputs = self._inputs(row, len(row.input_ids))
-            logits = (model or self.model)(**inputs, use_cache=False).logits[0, :-1].float()
+            logits = self.model(**inputs, use_cache=False).logits[0, :-1].float()
             nll = torch.nn.functional.cross_entropy(logits, inputs["input_ids"][0, 1:], reduction="none")
             for span in row.learnt:
                 total += nll[span.start - 1 : span.stop - 1].sum().item()
                 count += len(span)
         return total / count
 
-    def reload(self, evaluated: float | None, precision: str) -> tuple[str, list[Finding]]:
-        """Compare the loss with the run's own, if it has one, and with that of what the run began with."""
+    def reload(self, evaluated: Sequence[float], precision: str) -> tuple[str, list[Finding]]:
+        """Compare the loss with the run's own last one, and that with its first."""
         if not self.rows:
             return "loaded; no evaluated row is left to compare losses by", []
         loss, findings = self.loss(), []
         seen = f"validation loss {loss:.6g} in plain {'peft' if self.source.adapter else 'transformers'}"
-        if evaluated is not None:
-            seen += f", {evaluated:.6g} in the run"
+        if evaluated:
+            seen += f", {evaluated[-1]:.6g} in the run"
             exact = precision == "no" and not self.config.load_in_4bit and not self.rounded
             allowed = _EXACT if exact else _ROUNDED
-            if not abs(loss - evaluated) <= allowed * abs(evaluated):
+            if not abs(loss - evaluated[-1]) <= allowed * abs(evaluated[-1]):
                 what = f"the exported weights predict otherwise than those that were trained: loss {loss:.6g}"
                 fix = "report this as a defect, with the model's config.json"
-                findings.append(fails(f"{what}, and {evaluated:.6g} in the run", fix))
-        template, seed = self.config.chat_template, self.config.seed  # which make the embeddings of new tokens
-        plain = TrainConfig(dtype="float32", trust_remote_code=self.trusted, chat_template=template, seed=seed)
-        how: dict[str, Any] = {"precision": "no", "deepspeed": False, "tokenizer": self.tokenizer}
-        if self.loss(load_model(self.began, plain, images=self.images, **how).eval()) == loss:
-            what = "nothing was learnt: the exported weights predict what the model predicted before, to the bit"
+                findings.append(fails(f"{what}, and {evaluated[-1]:.6g} in the run", fix))
+        if len(evaluated) > 1 and evaluated[0] == evaluated[-1]:
+            what = "nothing was learnt: the validation loss is what it was before training, to the bit"
             findings.append(fails(what, "see that --learning-rate is above 0, and what is trained"))
         return seen, findings
 
-    def merge(self) -> tuple[str, list[Finding]]:
-        """Merge the adapter as `accel-sft merge` does."""
+    def merge(self) -> str:
+        """Merge the adapter, if there is one, as `accel-sft merge` does."""
+        if not self.source.adapter:
+            return "no adapter to merge"
         _, dtype = merge(self.source, self.tokenizer, None, trust_remote_code=self.trusted)
-        return f"{dtype} weights", []
+        return f"{dtype} weights"
 
     @torch.no_grad()
     def generate(self) -> tuple[str, list[Finding]]:
-        """Let plain `generate` write an answer that carried loss, token by token, and check that it stops at the
-        end."""
+        """Let plain `generate` write an answer that carried loss, token by token: it must stop at the end."""
         from transformers import GenerationConfig
 
         base, exported = self.model.generation_config, GenerationConfig.from_pretrained(self.final)

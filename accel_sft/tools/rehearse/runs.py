@@ -145,20 +145,11 @@ class Runs:
 class Stage:
     """A stage of a run: when the real run comes to it, what was seen in the rehearsal, and what is wrong."""
 
-    name: str
+    stage: str
+    state: str = NOT_REACHED
     when: str = ""
     seen: str = ""
     findings: list[Finding] = dataclasses.field(default_factory=list)
-    reached: bool = False
-
-    @property
-    def state(self) -> str:
-        return worst(self.findings, (FAILS, WARNS, HOLDS)) if self.reached else NOT_REACHED
-
-    def as_dict(self) -> dict[str, Any]:
-        """The stage as an object of the JSON report."""
-        findings = [finding.as_dict() for finding in self.findings]
-        return {"stage": self.name, "state": self.state, "when": self.when, "seen": self.seen, "findings": findings}
 
 
 class Stages:
@@ -171,9 +162,8 @@ class Stages:
     def ended(self, name: str, *findings: Finding, seen: str = "", when: str = "") -> None:
         """Say what a stage came to."""
         stage = self.all[name]
-        stage.reached, stage.seen = True, seen
         stage.findings += [dataclasses.replace(finding, subject=name) for finding in findings]
-        stage.when = when or stage.when
+        stage.state, stage.seen, stage.when = worst(stage.findings, (FAILS, WARNS, HOLDS)), seen, when or stage.when
         self._show(wrapped(f"{name:<{_WIDTH}}{stage.state:<{_WIDTH}}{seen}".rstrip(), 2 * _WIDTH))
         for finding in findings:
             where = stage.when if finding.level == FAILS else ""

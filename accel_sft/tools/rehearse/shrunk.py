@@ -1,8 +1,7 @@
-"""Makes a rehearsal's model, a shrunk one of the real model's family, and reports faults of files and adapter."""
+"""Makes a rehearsal's model, a shrunk one of the real model's family, and reports what an adapter does not reach."""
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +16,6 @@ from accel_sft.io.findings import Finding
 from accel_sft.models.architecture import REFUSALS, alike
 from accel_sft.models.pretrained import class_of, stored_dtype
 from accel_sft.models.source import Source, errors_explained, shipped_files
-from accel_sft.models.tokenizer import template_of
 from accel_sft.tools.rehearse.runs import warns
 
 _WIDTH, _HEADS, _HEAD = 64, 4, 16
@@ -43,9 +41,6 @@ _SIZES: dict[int, str] = {
 }
 _SIZE_OF = {key: size for size, keys in _SIZES.items() for key in keys.split()}
 """Sizes of the shrunk model, which must suit each other."""
-_MARKS = re.compile(r"<\|[^<>|\s'\"{}]+\|>|<(?:start|end)_of_[a-z]+>")
-"""Marks that are surely control tokens; others, such as `<think>` and `[INST]`, are plain text in some models."""
-_TURNS = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
 _NOT_COPIED = {"config.json", "adapter_config.json", "README.md"}
 _BY_LAYER = ("_indices", "_indexes", "_ids", "_idx")
 """Endings of names of lists that hold numbers of layers."""
@@ -170,25 +165,6 @@ def _rope(value: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any
         else:
             narrow[key] = setting[:half] if isinstance(setting, list) else setting
     return narrow
-
-
-def file_findings(source: Source, config: TrainConfig) -> Iterator[Finding]:
-    """What is wrong with the files beside the weights: marks of the chat template that are no tokens."""
-    from transformers import AutoTokenizer
-
-    if config.chat_template is not None:
-        return
-    tokenizer: Any = AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=config.trust_remote_code)
-    tokenizer.chat_template = template_of(tokenizer, source.tokenizer)
-    if not isinstance(tokenizer.chat_template, str):
-        return
-    written = tokenizer.apply_chat_template(_TURNS, tokenize=False)
-    tokens = {*tokenizer.get_vocab(), *tokenizer.all_special_tokens}
-    if lacking := [mark for mark in dict.fromkeys(_MARKS.findall(written)) if mark not in tokens]:
-        pieces = len(tokenizer(lacking[0], add_special_tokens=False)["input_ids"])
-        what = f"the chat template writes {', '.join(lacking)}, for which the tokenizer has no token: {lacking[0]}"
-        fix = "use the tokenizer that came with the weights, or make them tokens with --chat-template"
-        yield warns(f"{what} is read as {pieces} pieces of text", fix)
 
 
 def _unreached(model: Any, config: TrainConfig) -> Iterator[Finding]:

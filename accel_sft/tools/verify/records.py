@@ -45,20 +45,13 @@ def undecided(subject: str, what: str) -> Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """A run as its folder records it.
-
-    Attributes:
-        record: the content of run.json.
-        lines: the lines of metrics.jsonl.
-        saved: by step, the manifest's information on each undamaged checkpoint.
-        damaged: by name, the defect of each damaged checkpoint.
-    """
+    """A run as its folder records it."""
 
     run_dir: RunDir
     record: dict[str, Any]
-    lines: list[dict[str, Any]]
-    saved: dict[int, dict[str, Any]]
-    damaged: dict[str, str]
+    lines: list[dict[str, Any]]  # of metrics.jsonl
+    saved: dict[int, dict[str, Any]]  # by step, the manifest's information on each undamaged checkpoint
+    damaged: dict[str, str]  # by name, the defect of each damaged checkpoint
 
     @classmethod
     def read(cls, run_dir: RunDir) -> "Recorded":
@@ -152,17 +145,13 @@ def _checkpoints(run: Recorded) -> Iterator[Finding]:
 
 
 def _makers(run: Recorded) -> Iterator[Finding]:
-    """Checkpoints that were made by something else than run.json records; those made alike share a line."""
+    """Checkpoints that were made by something else than run.json records."""
     recorded = made_by(run.record)
-    names: dict[tuple[str, ...], list[str]] = {}
     for step, about in run.saved.items():
-        if other := tuple(what for what in recorded if about["made_by"].get(what) != recorded[what]):
-            names.setdefault(other, []).append(run.run_dir.checkpoint(step).name)
-    for other, (first, *more) in names.items():
-        subject = f"{first} to {more[-1]}" if more else first
-        what = f"written with other {' and '.join(other).replace('_', ' ')} than run.json records"
-        by_software = {"versions", "package_code"} & {*other}  # a resume may have other software
-        yield (undecided if by_software else differs)(subject, what)
+        if other := [what for what in recorded if about["made_by"].get(what) != recorded[what]]:
+            what = f"written with other {' and '.join(other).replace('_', ' ')} than run.json records"
+            by_software = {"versions", "package_code"} & {*other}  # a resume may have other software
+            yield (undecided if by_software else differs)(run.run_dir.checkpoint(step).name, what)
 
 
 def _settings(run: Recorded) -> Iterator[Finding]:

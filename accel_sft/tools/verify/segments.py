@@ -74,16 +74,13 @@ def chosen(possible: Sequence[Segment], count: int, seed: int) -> list[Segment]:
 
 def conclusions(run: Recorded, possible: Sequence[Segment], again: Sequence[Segment]) -> list[str]:
     """How much of the run the segments in `again` verify, and which steps cannot be verified."""
-    if run.machines > 1:
-        return ["no segment can be run again: the run was on several machines"]
     if not possible:
-        more = "; --from-start runs the steps up to the first one" if run.saved else ""
-        return [f"no segment can be run again: no two checkpoints are kept{more}"]
+        kept = "no two checkpoints are kept; --from-start runs the steps up to the first one"
+        return [f"no segment can be run again: {'it was on several machines' if run.machines > 1 else kept}"]
     covered = sum(segment.steps for segment in again)
     lines = [f"{len(again)} of {len(possible)} segments were run again ({covered:,} of {run.last_step:,} steps)"]
     if first := possible[0].begin:
-        more = "--from-start runs them again too; --keep-checkpoints every:N keeps more of them"
-        lines.append(f"steps 1 to {first} are before the first checkpoint that is kept: {more}")
+        lines.append(f"steps 1 to {first} are before the first checkpoint that is kept: --from-start runs them too")
     return lines
 
 
