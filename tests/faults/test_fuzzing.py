@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import chats
-import click
 import pytest
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
@@ -463,46 +462,23 @@ yaml_texts = yaml_mappings.map(yaml.safe_dump) | yaml_lines([*NAMES, "output-dir
 yaml_files = yaml_texts.map(lambda text: text.encode("utf-8", "surrogatepass")) | st.binary()
 
 
-def built(*arguments):
-    """The settings that a command line gives, by way of the program's own command, or the UserError."""
-    command = TaskCommand("math", Math, summary="")
-    try:
-        return command.read(command.make_context("math", list(arguments)))[0]
-    except (UserError, click.UsageError) as error:
-        return error
-
-
 @counts
 def test_config_files_are_settings_or_refused_by_option(count, tmp_path):
-    path = tmp_path / "config.yaml"
+    path, command = tmp_path / "config.yaml", TaskCommand("math", Math, summary="")
 
     def check(drawn):
         content, bom = drawn
         path.write_bytes(bom + content)
-        config = built("--config", str(path))
-        if isinstance(config, TrainConfig):
+        try:
+            config = command.read(command.make_context("math", ["--config", str(path)]))[0]
+        except UserError as error:
+            one_line_each(error, longest=1000)
+            options = [line.removeprefix(f"--config {path}: ") for line in error.problems]
+            assert all(map(OPTION.match, options)), options
+        else:
             assert config.problems() == []
-            return
-        one_line_each(config, longest=1000)
-        options = [line.removeprefix(f"--config {path}: ") for line in config.problems]
-        assert all(map(OPTION.match, options)), options
 
     holds(count, st.tuples(yaml_files, st.sampled_from([b"", codecs.BOM_UTF8])), check)
-
-
-@counts
-def test_command_lines_are_settings_or_refused_by_option(count):
-    def check(values):
-        config = built(*(f"{flag}={value}" for flag, value in values.items()))
-        if isinstance(config, TrainConfig):
-            assert config.problems() == []
-        elif isinstance(config, UserError):  # else click's own, of a switch that takes no value
-            one_line_each(config, "--", 1000)
-            assert all(line.split()[0].rstrip(":") in values for line in config.problems), config.problems
-
-    flags = st.sampled_from([flag for flag in FLAGS if not flag.startswith("--config")])
-    given = texts | st.integers().map(str) | st.floats().map(str)
-    holds(count, st.dictionaries(flags, given, max_size=4), check)
 
 
 def test_values_that_hold_themselves_are_refused_at_once(tmp_path):

@@ -185,13 +185,16 @@ def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
         schema = one_line(repr(record.get("schema")), 60)
         problem = f"its schema is {schema}, this version reads {SCHEMA}"
         raise UserError(f"{file}: {problem}; use the version of accel-sft that wrote it")
-    settings = record["settings"]
-    if not alone:
-        settings = [{**setting, "name": f"{name}: {setting['name']}"} for setting in settings]
-    runs = [_round(path, setting["name"], run) for setting in settings for run in setting["runs"]]
-    curve = record.get("learning_curve") or {"measured": [], "forecast": []}
-    most = max((point["rows"] for point in curve["measured"]), default=0)
-    learnt = [*curve["measured"], *(point for point in curve["forecast"] if point["rows"] <= 4 * most)]
+    try:
+        settings = record["settings"]
+        if not alone:
+            settings = [{**setting, "name": f"{name}: {setting['name']}"} for setting in settings]
+        runs = [_round(path, setting["name"], run) for setting in settings for run in setting["runs"]]
+        curve = record.get("learning_curve") or {"measured": [], "forecast": []}
+        most = max((point["rows"] for point in curve["measured"]), default=0)
+        learnt = [*curve["measured"], *(point for point in curve["forecast"] if point["rows"] <= 4 * most)]
+    except (KeyError, TypeError):
+        raise UserError(f"{file}: damaged; name another folder") from None
     return Comparison(name=name, record=record, settings=settings, learnt=learnt, runs=runs)
 
 
