@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
-import json
 import os
 import pickle
 import re
@@ -15,7 +14,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import forked
@@ -26,7 +24,7 @@ from places import CONFIGS, SUPPORT
 
 pytest_plugins = ["overdue", "shared_fixtures", "launches"]
 collect_ignore = ["stored_runs"]  # the test of a stored task is run by the test of ours
-pytest.register_assert_rewrite("reference_job", "stopping", "parsers", "planted")
+pytest.register_assert_rewrite("launches", "reference_job", "stopping", "parsers", "planted")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as for all that a script puts into the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what tests start inherits the default
 FOREIGN = r"ACCEL|FSDP_|SLURM_|TORCHELASTIC_|HF_TOKEN|(FORCE|NO)_COLOR|COLUMNS|LINES|(LOCAL_)?(RANK|WORLD_SIZE)$"
@@ -42,6 +40,8 @@ if (every_process := str(SUPPORT / "every_process")) not in os.environ.get("PYTH
     runpy.run_path(f"{every_process}/sitecustomize.py")
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: two workers' threads would spin for the same cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+from launches import Launched  # noqa: E402 - its assertions are registered before it
+
 from accel_sft.models.pretrained import LOWEST_TORCH  # noqa: E402 - what is planted comes before it
 
 CUTS_WEIGHTS = pytest.mark.skipif(
@@ -78,25 +78,6 @@ def cache(common):
         # its kernels are of the CPU that is planted: on another kind they crash
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
         yield folder
-
-
-@dataclass(frozen=True)
-class Launched:
-    """A finished launch: its folder, exit status, everything it printed, and how to launch it again."""
-
-    run_dir: Path
-    status: int
-    output: str
-    arguments: tuple[str, ...]
-    options: dict
-
-    def lines(self, kind: str = "loss") -> list[dict]:
-        """The lines of metrics.jsonl that have `kind`: "loss" for training, "eval_loss" for evaluation."""
-        text = (self.run_dir / "metrics.jsonl").read_text()
-        return [line for line in map(json.loads, text.splitlines()) if kind in line]
-
-    def result(self) -> dict:
-        return json.loads((self.run_dir / "result.json").read_text())
 
 
 def accel_sft(

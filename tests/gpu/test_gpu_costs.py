@@ -58,14 +58,14 @@ def random_rows(machine):
 
 def tokens_per_second(run):
     """In the median of the later half of the steps."""
-    return statistics.median(line["tokens_per_second"] for line in run.lines[len(run.lines) // 2 :])
+    return statistics.median(line["tokens_per_second"] for line in run.lines()[len(run.lines()) // 2 :])
 
 
 def takes_the_predicted_memory(machine, run):
     """Print a run's speed and its measured beside its predicted peaks, and hold them together on GPUs."""
-    print(f"{run.folder.name}: {tokens_per_second(run):,.0f} tokens/s, MFU {run.result.get('mfu')}")
-    assert len(run.result["memory"]) >= (2 if machine.devices else 1)
-    for place, phases in run.result["memory"].items():
+    print(f"{run.run_dir.name}: {tokens_per_second(run):,.0f} tokens/s, MFU {run.result().get('mfu')}")
+    assert len(run.result()["memory"]) >= (2 if machine.devices else 1)
+    for place, phases in run.result()["memory"].items():
         steps = [phases[name] for name in ("first_step", "step") if name in phases]
         predicted, measured = (max(step[key] for step in steps) for key in ("predicted_gib", "measured_gib"))
         print(f"{place} {measured:.2f} GiB, predicted {predicted:.2f}")

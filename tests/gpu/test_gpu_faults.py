@@ -10,11 +10,10 @@ import pytest
 from launches import FLOAT32, agree
 
 TROUBLES = Path(__file__).with_name("troubles.py")
-LONG = pytest.mark.long
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 SECONDS = 20
 """Seconds after a rank's end in which all others must be gone; on CPUs, which ranks share, three times as many."""
-LAUNCHES = ["ddp", pytest.param("z3", marks=LONG), pytest.param("fsdp2", marks=LONG)]
+LAUNCHES = ["ddp", "z3", "fsdp2"]
 """Ranks wait in different places: in reductions of a backward, and amid forwards."""
 
 
@@ -53,8 +52,7 @@ def troubled(machine, task, name, yaml, *options):
         return over_soon(machine, launch, began.stat().st_mtime, SECONDS + (40 if options else 0))
 
 
-@LONG
-@pytest.mark.parametrize("yaml", ["ddp", "z3", "fsdp2"])
+@pytest.mark.parametrize("yaml", LAUNCHES)
 def test_error_of_one_rank_ends_all_and_is_reported(machine, yaml):
     troubled(machine, "Failing", f"failed {yaml}", yaml).says("an error that a test planned")
 
@@ -64,7 +62,6 @@ def hang_timeout(machine):
     return ("--hang-timeout", "20" if machine.devices else "8")
 
 
-@LONG
 def test_stopped_rank_is_named_after_the_hang_timeout(machine, hang_timeout):
     with machine.started("stopped", "ddp", *machine.endless(*hang_timeout)) as launch:
         launch.until_step(3)
@@ -75,15 +72,13 @@ def test_stopped_rank_is_named_after_the_hang_timeout(machine, hang_timeout):
     assert "is stuck" not in run.output, "ranks are blamed that waited for it"
 
 
-@LONG
 def test_stuck_rank_alone_is_named_with_its_stack(machine, hang_timeout):
     run = troubled(machine, "Stuck", "stuck", "ddp", *hang_timeout)
     run.says(rf"rank {machine.last} is stuck in ponder \(\S+troubles.py:\d+\)")
     assert "rank 0 is stuck" not in run.output
-    assert "in ponder" in (run.folder / "logs" / f"hang-rank-{machine.last}.txt").read_text()
+    assert "in ponder" in (run.run_dir / "logs" / f"hang-rank-{machine.last}.txt").read_text()
 
 
-@LONG
 @pytest.mark.parametrize("yaml", ["ddp", "z3"])
 def test_step_without_room_on_one_rank_is_made_smaller(machine, yaml):
     """It is repeated in smaller forwards, or the run ends and a resume has those."""
@@ -99,7 +94,6 @@ def test_step_without_room_on_one_rank_is_made_smaller(machine, yaml):
     agree(machine.reference(), [run], 2e-5)
 
 
-@LONG
 def test_run_told_to_stop_or_restarted_draws_the_same_curve(machine):
     job = machine.job(40, "--save-every", "4", "--resume", "auto")
 

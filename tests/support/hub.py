@@ -5,33 +5,19 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+from types import SimpleNamespace
 
 from local_server import Handler, serving
 
 
-class Hub:
-    """What was asked of the hub and uploaded to it.
-
-    Attributes:
-        repos: a repository's name to whether it is private.
-        files: an uploaded file's name to its content.
-        messages: the commit messages.
-        tokens: the Authorization headers of all requests.
-        status: if set, the HTTP status of an error with which every request is answered.
-    """
-
-    def __init__(self) -> None:
-        self.repos: dict[str, bool] = {}
-        self.files: dict[str, bytes] = {}
-        self.messages: list[str] = []
-        self.tokens: set[str | None] = set()
-        self.status = 0
-
-
 @contextlib.contextmanager
 def running():
-    """While inside, a hub runs; gives the hub and its address for HF_ENDPOINT."""
-    hub = Hub()
+    """While inside, a hub runs; gives it and its address for HF_ENDPOINT.
+
+    It notes whether each of `repos` is private, the `files` uploaded by name, the commits' `messages` and all
+    Authorization headers (`tokens`). If `status` is set, it answers every request with this error.
+    """
+    hub = SimpleNamespace(repos={}, files={}, messages=[], tokens=set(), status=0)
 
     class Hosted(Handler):
         def do_GET(self):
@@ -60,9 +46,8 @@ def running():
             if path == "/api/validate-yaml":
                 return self.answer({"errors": [], "warnings": []})
             if "/preupload/" in path:
-                modes = [{"uploadMode": "regular", "shouldIgnore": False} for _ in json.loads(body)["files"]]
-                names = [file["path"] for file in json.loads(body)["files"]]
-                return self.answer({"files": [{"path": n, **mode} for n, mode in zip(names, modes, strict=True)]})
+                usual = {"uploadMode": "regular", "shouldIgnore": False}
+                return self.answer({"files": [{"path": f["path"], **usual} for f in json.loads(body)["files"]]})
             if "/commit/" in path:
                 for line in map(json.loads, body.splitlines()):
                     if line["key"] == "header":

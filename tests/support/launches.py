@@ -31,45 +31,44 @@ LEAVING_SECONDS = 40
 """Seconds after its launcher's end in which the last process of a launch must be gone: torchrun waits 30 for a rank."""
 
 
-@dataclass
-class Run:
-    """A launch that has ended: its folder, exit status, what it printed, and how many of its processes were left."""
+@dataclass(frozen=True)
+class Launched:
+    """A finished launch: its folder, exit status, everything it printed, how to launch it again, and how many of its
+    processes were left."""
 
-    folder: Path
+    run_dir: Path
     status: int
     output: str
+    arguments: tuple[str, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
     left: int = 0
 
-    def expect(self, status: int = 0) -> Run:
+    def expect(self, status: int = 0) -> Launched:
         assert not self.left, f"{self.left} processes were there {LEAVING_SECONDS} s after their launcher"
-        assert self.status == status, f"{self.folder.name} ended with {self.status}: {self.output[-6000:]}"
+        assert self.status == status, f"{self.run_dir.name} ended with {self.status}: {self.output[-6000:]}"
         return self
 
     def says(self, pattern: str) -> str:
         """The first match of a pattern in what was printed, line breaks taken as blanks."""
         match = re.search(pattern, " ".join(self.output.split()))
-        assert match, f"{self.folder.name} does not say {pattern!r}: {self.output[-6000:]}"
+        assert match, f"{self.run_dir.name} does not say {pattern!r}: {self.output[-6000:]}"
         return match[0]
 
-    @property
-    def lines(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl that are of training."""
-        lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
-        return [line for line in lines if "loss" in line]
+    def lines(self, kind: str = "loss") -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl that have `kind`: "loss" for training, "eval_loss" for evaluation."""
+        text = (self.run_dir / "metrics.jsonl").read_text()
+        return [line for line in map(json.loads, text.splitlines()) if kind in line]
 
-    @property
     def losses(self) -> list[float]:
-        return [line["loss"] for line in self.lines]
+        return [line["loss"] for line in self.lines()]
 
-    @property
     def result(self) -> dict[str, Any]:
-        return json.loads((self.folder / "result.json").read_text())
+        return json.loads((self.run_dir / "result.json").read_text())
 
-    @property
     def weights(self) -> str:
         """A hash of the final weights."""
-        files = sorted((self.folder / "final").glob("*.safetensors"))
-        assert files, f"{self.folder.name} has no weights in final/"
+        files = sorted((self.run_dir / "final").glob("*.safetensors"))
+        assert files, f"{self.run_dir.name} has no weights in final/"
         return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
@@ -110,13 +109,13 @@ class Launch:
         file = self.folder / "metrics.jsonl"
         self.until(lambda: file.exists() and file.read_text().count('"loss"') >= step, f"step {step}")
 
-    def ended(self, seconds: float) -> Run:
+    def ended(self, seconds: float) -> Launched:
         """Wait for the end of the launcher and of all that it started."""
         status = self.process.wait(seconds)
         end = time.monotonic() + LEAVING_SECONDS
         while (left := self.family()) and time.monotonic() < end:
             time.sleep(0.2)
-        return Run(self.folder, status, self.log.read_text(errors="replace"), len(left))
+        return Launched(self.folder, status, self.log.read_text(errors="replace"), left=len(left))
 
 
 @dataclass
@@ -195,12 +194,12 @@ class Machine:
                 time.sleep(0.05)
             process.wait()
 
-    def train(self, name: str, yaml: str, *options: str, **launch: Any) -> Run:
+    def train(self, name: str, yaml: str, *options: str, **launch: Any) -> Launched:
         """Train in the folder `name`, until the end; `launch` are arguments of `started`."""
         with self.started(name, yaml, *options, **launch) as running:
             return running.ended(500)
 
-    def reference(self) -> Run:
+    def reference(self) -> Launched:
         """The curve with which launches are compared: ddp on one process, in float32."""
         job = {"launcher": FLOAT32, "processes": 1}
         return self.once("reference", lambda: self.train("reference", "ddp", *self.short(), **job).expect())
@@ -221,13 +220,12 @@ class Machine:
             pytest.skip("; ".join(reasons))
 
 
-def agree(reference: Run, others: Iterable[Run], within: float) -> None:
+def agree(reference: Launched, others: Iterable[Launched], within: float) -> None:
     """Print the largest relative difference of each run's losses; fail if one is too large."""
     apart = {}
     for run in others:
-        assert len(run.expect().losses) == len(reference.losses) > 0
-        pairs = zip(run.losses, reference.losses, strict=True)
-        apart[run.folder.name] = max(abs(loss - expected) / abs(expected) for loss, expected in pairs)
+        pairs = list(zip(run.expect().losses(), reference.losses(), strict=True))
+        apart[run.run_dir.name] = max(abs(loss - expected) / abs(expected) for loss, expected in pairs)
     print(", ".join(f"{name}: losses differ by {share:.1e}" for name, share in apart.items()))
     assert max(apart.values()) <= within
 

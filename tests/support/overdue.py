@@ -11,9 +11,7 @@ import contextlib
 import os
 import resource
 import signal
-import stat
 import subprocess
-import time
 
 import psutil
 import pytest
@@ -62,35 +60,19 @@ def pytest_runtest_makereport(item, call):
 
 
 def end_processes() -> str:
-    """End all processes that this one started; returns what each of them was doing."""
+    """End all processes that this one started; returns what they are. Each writes its stacks to its own stderr."""
     own = psutil.Process()
-    found = {process.pid: process for process in own.children(recursive=True)}
+    started = {process.pid: process for process in own.children(recursive=True)}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(STARTED_BY) == str(own.pid):
-                found[process.pid] = process
-    for process in found.values():  # so that none reacts to another's end
+                started[process.pid] = process
+    lines = []
+    for process in started.values():
         with contextlib.suppress(psutil.Error):
-            process.suspend()
-    return "\n".join(map(_ended, found.values()))
-
-
-def _ended(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.NoSuchProcess), contextlib.ExitStack() as stack:
-        said = f"process {process.pid}, {' '.join(process.cmdline())[:300]}\n"
-        try:  # its pipe can be read here too, even if another process reads it
-            stderr = stack.enter_context(open(f"/proc/{process.pid}/fd/2", "rb", 0, opener=_opened))
-            stderr.seek(0, os.SEEK_END) if stat.S_ISREG(os.fstat(stderr.fileno()).st_mode) else stderr.read()
-        except OSError as error:
-            stderr, said = None, f"{said}(its stderr cannot be read: {error})\n"
-        process.send_signal(signal.SIGABRT)
-        process.resume()
-        until = time.monotonic() + DUMP_SECONDS
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:  # a zombie: its parent may wait for it
-            process.kill() if time.monotonic() > until else time.sleep(0.01)
-        return said + ((stderr.read() or b"").decode(errors="replace") if stderr else "")
-    return ""
-
-
-def _opened(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+            lines.append(f"process {process.pid}, {' '.join(process.cmdline())[:300]}")
+            process.send_signal(signal.SIGABRT)
+    for process in psutil.wait_procs(started.values(), DUMP_SECONDS)[1]:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    return "\n".join(lines)

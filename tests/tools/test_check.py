@@ -41,18 +41,18 @@ def model(tmp_path_factory):
 def check(called):
     """`check(site, ...)`: what `accel-sft check planted` prints where this folder has the task."""
 
-    def call(site, *options, model=None, environment=()):
+    def call(site, *options, model=None, command=("check", "planted"), rank=None):
         named = ("--model", str(model), "--max-length", str(planted.MAX_LENGTH)) if model else ()
         with pytest.MonkeyPatch.context() as patch, only_plugins_of(site, patch):
-            for name, value in dict(environment).items():
-                patch.setenv(name, value)
-            return called("check", "planted", *named, *map(str, options))
+            if rank is not None:
+                patch.setenv("LOCAL_RANK", rank)
+            return called(*command, *named, *map(str, options))
 
     return call
 
 
 def report_of(launched):
-    return json.JSONDecoder().raw_decode(launched.output)[0]
+    return json.JSONDecoder().raw_decode(launched.output, launched.output.index("{"))[0]
 
 
 def places(report):
@@ -91,18 +91,14 @@ def test_warnings_of_a_run_are_findings(check, site, model, tmp_path):
 
 def test_what_training_refuses_is_refused(check, site, model, tmp_path):
     files, _ = planted.write(tmp_path, {})
-    for options, environment, line in (
-        (("--train-only", "no_such"), {}, "--train-only no_such: no weight's name matches; names are like "),
-        ((), {"LOCAL_RANK": "0"}, "without accelerate launch"),
-    ):
-        run = check(site, *files, *options, model=model, environment=environment)
-        assert run.status == 1
-        assert line in run.output
+    unmatched = check(site, *files, "--train-only", "no_such", model=model)
+    assert "--train-only no_such: no weight's name matches; names are like " in unmatched.output
+    launched = check(site, *files, model=model, rank="0")
+    assert "without accelerate launch" in launched.output
+    assert (unmatched.status, launched.status) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    ("code", "strict", "status"), [("D211", True, 0), ("D401", False, 0), ("D401", True, 1), ("D209", False, 1)]
-)
+@pytest.mark.parametrize(("code", "strict", "status"), [("D211", True, 0), ("D401", True, 1), ("D209", False, 1)])
 def test_exit_status_is_1_for_errors_and_strict_warnings(check, site, model, tmp_path, code, strict, status):
     files, _ = planted.write(tmp_path, {"train": [fault for fault in planted.FAULTS["train"] if fault[0] == code]})
     run = check(site, *files, *["--strict"] * strict, model=model)
@@ -137,10 +133,10 @@ def test_checked_file_with_bad_rows_is_refused_by_training(check, site, model, t
     """What the audit leaves out is not taken from the cache by a run: neither rows nor tokens."""
     files, _ = planted.write(tmp_path, {"train": planted.FAULTS["train"][:1]})
     train = Path(files[1])
-    train.write_text(train.read_text() + "".join(planted.row(f"{n} " * 9, "x" * 20) + "\n" for n in range(20_000)))
+    train.write_text(train.read_text() + "".join(planted.row(f"{n} " * 150, "x") + "\n" for n in range(2500)))
     assert train.stat().st_size > 1 << 20, "a smaller file's rows are not kept in the cache"
     assert "D101" in places(report_of(check(site, *files, "--json", model=model)))
-    run = accel_sft("planted", *files, environment={"PYTHONPATH": str(site)}, run_dir=tmp_path / "run")
+    run = check(site, *files, "--output-dir", tmp_path / "run", model=model, command=["planted"])
     assert run.status == 1
     assert f"Error: {train}:10: not JSON" in run.output
 
@@ -245,10 +241,10 @@ def test_training_warns_and_counts_as_the_audit_does(check, site, tmp_path):
     assert f"10 training examples ({counted}), 6 validation; {steps['steps']} steps of 5: 1 epoch" in run.output
 
 
-def test_training_refuses_answers_that_would_end_the_turn_themselves(site, tmp_path):
+def test_training_refuses_answers_that_would_end_the_turn_themselves(check, site, tmp_path):
     files, expected = planted.write(tmp_path, {"train": [*FORGED, FORGED[1]], "validation": FORGED[:1]})
-    options = (*files, "--control-tokens", "tokens", "--max-steps", "1")
-    run = accel_sft("planted", *options, environment={"PYTHONPATH": str(site)}, run_dir=tmp_path / "run")
+    options = ("--control-tokens", "tokens", "--output-dir", tmp_path / "run")
+    run = check(site, *files, *options, command=["planted"])
     assert run.status == 1
     refused = re.findall(r"train example \d+ \((.*?)\): the answer's text ends the turn", run.output)
     assert set(refused) == expected["D209"]
@@ -264,21 +260,15 @@ def test_page_is_complete_and_escapes_the_data(check, site, model, tmp_path):
     train = Path(files[1])
     train.write_text(planted.row("Who?", f"{HOSTILE} ") + "\n" + train.read_text())
     page = tmp_path / "page.html"
-    check(site, *files, "--html", page, model=model)
+    for _ in range(2):  # it replaces an older page, and nothing else
+        check(site, *files, "--html", page, model=model)
+    refused = check(site, *files, "--html", files[1], model=model)
+    assert f"--html {files[1]}: a file that is no page of accel-sft; name another file" in refused.output
     text = page.read_text(encoding="utf-8")
     assert "&lt;script&gt;" in text
     assert "<script" not in text
     assert not re.search(r"(src|href)=|url\(|@import|https?://", text)
     assert {code for code, _ in planted.FAULTS["train"]} <= set(re.findall(r"D\d\d\d", text))
-
-
-def test_a_page_replaces_an_older_page_and_nothing_else(check, site, model, tmp_path):
-    files, _ = planted.write(tmp_path, {})
-    refused = check(site, *files, "--html", files[1], model=model)
-    assert refused.status == 1
-    assert f"--html {files[1]}: a file that is no page of accel-sft; name another file" in refused.output
-    for _ in range(2):
-        assert check(site, *files, "--html", tmp_path / "page.html", model=model).status == 0
 
 
 def test_what_a_wrong_encoding_leaves_behind_is_seen():

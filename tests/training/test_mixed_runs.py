@@ -67,7 +67,7 @@ def is_told_by_source(launched, job):
     assert changed({**now, "mix": None}, now) == ["--mix: the run was started with None, not 1,1"]
     before = {key: value for key, value in now.items() if key != "mix"}  # of an earlier version
     assert changed(before, {**now, "mix": None}) == []
-    page, _ = render([read_run(run.run_dir, "mixed")], [])
+    page = render([read_run(run.run_dir, "mixed")], [])
     assert "Mixed 2 : 1: 32 rows of a.jsonl (" in page
 
 

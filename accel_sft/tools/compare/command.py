@@ -91,8 +91,7 @@ def run(
         print(f"\n{folder}: comparison.csv, comparison.json", file=terminal())
         if not any(completed(entry) for entry in record["settings"]):
             raise UserError("no setting came to its end; the reason of each is above")
-        page, _ = render([], [read_comparison(folder, folder.name)])
-        write_atomically(folder / PAGE, page)
+        write_atomically(folder / PAGE, render([], [read_comparison(folder, folder.name)]))
     except OSError as error:
         what = f"{error.filename or folder}: {error.strerror or error}"
         raise UserError(f"--output-dir {what}; fix it, and the same command with this folder goes on") from error

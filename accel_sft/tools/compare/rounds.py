@@ -18,8 +18,8 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import columns, terminal, wrapped
 from accel_sft.io.text import printable, shown
 from accel_sft.launch.child import end_all, launch, outcome, signals_interrupt
+from accel_sft.launch.machine_state import environment
 from accel_sft.launch.recordable import masked_words
-from accel_sft.launch.this_machine import environment
 from accel_sft.tools.compare.findings import findings, paired_settings
 from accel_sft.tools.compare.learning_curve import learnt
 from accel_sft.tools.compare.measured import completed, last_step, measure, summarise

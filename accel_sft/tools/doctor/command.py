@@ -35,11 +35,10 @@ def checks() -> Checks:
         "Machine": {
             "variables": host.environment,
             "cores": host.cores,
-            "other work": host.other_work,
             "memory": host.memory,
             "disk": host.disk,
         },
-        "Software": {"versions": host.versions, "hub": host.hub, "imports": host.imports},
+        "Software": {"versions": host.versions, "imports": host.imports},
         "Device": {"GPU": host.gpus, "copies": host.copies, "CUDA": host.cuda, "bf16": host.bf16},
         "DeepSpeed": {"operators": launches.operators},
         "Ranks": {"/dev/shm": host.shared_memory, "exchange": launches.exchange},
@@ -48,8 +47,6 @@ def checks() -> Checks:
 
 @click.command()
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path), metavar="[LAUNCH_FILE]...")
-@click.option("--build", is_flag=True, help="Compile DeepSpeed's missing operators; takes minutes.")
-@click.option("--network", is_flag=True, help="Also ask whether the Hugging Face Hub can be reached.")
 @click.option(
     "--output-dir",
     type=click.Path(path_type=Path),
@@ -58,7 +55,7 @@ def checks() -> Checks:
     help="The folder for runs, which must be writable and have free space.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, after all checks.")
-def doctor(files: tuple[Path, ...], build: bool, network: bool, output_dir: Path, as_json: bool) -> None:
+def doctor(files: tuple[Path, ...], output_dir: Path, as_json: bool) -> None:
     """Say what this machine can run, and which launch files work here: the shipped ones and any LAUNCH_FILE.
 
     The exit status is 1 if there is a problem. Warnings do not count, nor do launch files for other machines.
@@ -68,7 +65,7 @@ def doctor(files: tuple[Path, ...], build: bool, network: bool, output_dir: Path
 
     if under_launcher():
         raise UserError("accel-sft doctor starts its own ranks: start it without accelerate launch")
-    machine = Machine([*shipped().values(), *files], output_dir, build, network)
+    machine = Machine([*shipped().values(), *files], output_dir)
     findings: list[Finding] = []
     with quiet(None, shown_on=2) if as_json else contextlib.nullcontext():
         if not as_json:

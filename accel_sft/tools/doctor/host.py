@@ -8,19 +8,16 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import accel_sft
 from accel_sft.io import cache
 from accel_sft.launch import host_memory
 from accel_sft.launch.environment import prepare_environment, usable_cores
-from accel_sft.launch.machine_state import CoreClock
 from accel_sft.launch.precision import cpu_name
-from accel_sft.tools.doctor.machine import LIBRARIES, Finding, Machine, ask, ok, problem, script, warning
+from accel_sft.tools.doctor.machine import LIBRARIES, Finding, Machine, ok, problem, warning
 from accel_sft.tracking.disturbed import LOST
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -32,13 +29,9 @@ LITTLE_SHARED_MEMORY = 1 * GIB
 """Free bytes of /dev/shm that NCCL's documentation recommends for ranks on several GPUs."""
 LEAST_DISK, LITTLE_DISK = GIB // 4, 5 * GIB
 """Free bytes below which a folder is a problem (it could not hold a run of the smallest model) or a warning."""
-WATCHED_SECONDS = 1.0
-"""How long the cores are watched."""
 _TRIAL_BYTES = 1 << 20
 """Size of the file that is written as a trial."""
 DISTRIBUTION = "accel-sft"
-NETWORK_SECONDS = 15.0
-"""Time limit for the hub's answer."""
 USED = 0.1
 """Share of a GPU's memory that may be in use already without a warning."""
 
@@ -53,22 +46,6 @@ def cores(machine: Machine) -> Iterator[Finding]:
     count, usable = os.cpu_count() or 1, usable_cores()
     less = f" of {count} logical" if usable < count else ""
     yield ok(f"{usable} usable{less} ({cpu_name()})")
-
-
-def other_work(machine: Machine) -> Iterator[Finding]:
-    """Measure the cores' use by other processes and by a hypervisor's other machines; nothing without /proc/stat."""
-    clock, began = CoreClock(), time.process_time()
-    time.sleep(WATCHED_SECONDS)
-    busy, idle, stolen, _ = clock.since()
-    if math.isnan(busy):
-        return
-    count = busy + idle + stolen
-    others = max(busy - (time.process_time() - began) / WATCHED_SECONDS, 0.0)
-    words = f"other processes take {others:.1f} of {count:.0f} cores, a hypervisor {stolen:.1f} (steal)"
-    if others + stolen >= LOST * count:
-        yield warning(words, "end them (top shows which), or measure later; against steal ask for cores of your own")
-    else:
-        yield ok(words)
 
 
 def memory(machine: Machine) -> Iterator[Finding]:
@@ -95,20 +72,6 @@ def shared_memory(machine: Machine) -> Iterator[Finding]:
         yield ok(words)
 
 
-def _folders(runs: Path) -> Iterator[tuple[str, Path, str, bool]]:
-    """For each folder of runs: its content, its path, the setting that changes it, and whether training needs it."""
-    yield "runs", runs, "--output-dir", True
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    operators = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(caches, "torch_extensions")
-    yield "temporary files", Path(tempfile.gettempdir()), "TMPDIR", True
-    yield "DeepSpeed's operators", Path(operators), "TORCH_EXTENSIONS_DIR", True
-    yield "token cache", cache.folder(), "ACCEL_SFT_CACHE", False
-    if find_spec("huggingface_hub"):  # another check reports that it is missing
-        from huggingface_hub.constants import HF_HUB_CACHE
-
-        yield "models of the hub", Path(HF_HUB_CACHE), "HF_HOME", False
-
-
 def _existing(folder: Path) -> Path:
     """The folder, or its nearest parent that exists."""
     folder = folder.absolute()
@@ -117,7 +80,14 @@ def _existing(folder: Path) -> Path:
 
 def disk(machine: Machine) -> Iterator[Finding]:
     """Report whether each folder is writable and has free space."""
-    for what, folder, setting, needed in _folders(machine.runs):
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    for what, folder, setting, needed in (
+        ("runs", machine.runs, "--output-dir", True),
+        ("temporary files", Path(tempfile.gettempdir()), "TMPDIR", True),
+        ("token cache", cache.folder(), "ACCEL_SFT_CACHE", False),
+        ("models of the hub", Path(HF_HUB_CACHE), "HF_HOME", False),
+    ):
         level, place = problem if needed else warning, _existing(folder)
         try:
             with tempfile.TemporaryFile(dir=place) as file:
@@ -180,19 +150,6 @@ def imports(machine: Machine) -> Iterator[Finding]:
         yield problem(f"torch and DeepSpeed could not be asked: {facts.fault}", fix)
     elif not any(map(facts.failure, libraries)):
         yield ok(f"{', '.join(libraries)} can be imported")
-
-
-def hub(machine: Machine) -> Iterator[Finding]:
-    """Report whether models can be downloaded; only with --network, since the request leaves this machine."""
-    if not machine.network:
-        return
-    answer = ask(script("hub"), NETWORK_SECONDS)
-    if answer.status == 0:
-        yield ok("the hub answers")
-        return
-    why = f"no answer within {NETWORK_SECONDS:.0f} s" if answer.status is None else answer.reason("no reason given")
-    fix = "see HTTPS_PROXY and HF_ENDPOINT; --model takes a folder, and tiny downloads nothing"
-    yield warning(f"the hub cannot be reached: {why}", fix)
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,8 +21,6 @@ kernels: tens of seconds on a busy machine with eight GPUs."""
 RANKS_SECONDS = 420.0
 """Time limit for everything that ranks do, including the import of torch."""
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node")
-_ENDED = re.compile(r"^ +rank +: (\d+) .*\n +exitcode +: (-?\d+)", re.M)
-"""A rank and its exit status, in torchrun's summary of the ranks that failed."""
 _RANK_FIXES = {
     "gloo": "see that this host's name resolves to one of its addresses (getent hosts $(hostname)); or else set "
     "GLOO_SOCKET_IFNAME=lo for one machine",
@@ -32,44 +29,26 @@ _RANK_FIXES = {
 
 
 def operators(machine: Machine) -> Iterator[Finding]:
-    """Report the state of each of DeepSpeed's operators; with `--build`, compile missing ones first."""
+    """Report the state of each of DeepSpeed's operators."""
     for name, state in machine.torch.operators.items():
-        if state["compiled"] or not machine.build:  # a build waits for another process's lock itself
-            yield from (warning(*lock) for lock in state["locks"])
+        yield from (warning(*lock) for lock in state["locks"])
         obstacles = [*audit_compilers([name], machine.devices)]
         if state["failure"]:
             machine.unusable[name] = f"{name} cannot be loaded"
-            fix = f"rm -r {Path(state['library']).parent}, then accel-sft doctor --build"
+            fix = f"rm -r {Path(state['library']).parent}: the next launch compiles it anew"
             yield problem(f"{name} is compiled, and cannot be loaded: {state['failure']}", fix)
         elif obstacles:  # a launch is refused even with a compiled operator, since another torch would compile it anew
             for obstacle in obstacles:
                 yield warning(f"{name}: {_lacking(obstacle)}", obstacle.fix)
         elif state["compiled"]:
             yield ok(f"{name} is compiled")
-        elif not machine.build:
-            fix = "accel-sft doctor --build does it now, or else the first launch"
-            yield ok(f"{name} is not compiled yet ({OPERATORS[name]})", fix)
         else:
-            yield _build(machine, name, Path(state["library"]))
+            yield ok(f"{name} is not compiled yet ({OPERATORS[name]}): the first launch does it")
 
 
 def _lacking(obstacle: Finding) -> str:
     """What is missing, without the operators' names, which the report already has."""
     return obstacle.what.rpartition(" here, and ")[2]
-
-
-def _build(machine: Machine, name: str, library: Path) -> Finding:
-    machine.waits_for = f"DeepSpeed compiles {name}"
-    answer = ask(script("build", name))
-    if answer.status == 0:
-        machine.torch.operators[name]["compiled"] = True
-        return ok(f"{name} was compiled now")
-    log = library.with_name("doctor.log")
-    log.write_text(answer.out + answer.error, encoding="utf-8")
-    errors = [line.strip() for line in (answer.out + answer.error).splitlines() if "error:" in line]
-    machine.unusable[name] = f"{name} cannot be compiled"
-    why = errors[0] if errors else answer.reason("it does not say why")
-    return problem(f"{name} could not be compiled: {why}", f"fix what {log} says, then accel-sft doctor --build")
 
 
 def exchange(machine: Machine) -> Iterator[Finding]:
@@ -89,18 +68,12 @@ def exchange(machine: Machine) -> Iterator[Finding]:
 
 
 def exchange_failure(backend: str, ranks: int, seconds: int) -> str:
-    """Why ranks of torchrun on this machine did not add up numbers (an all-reduce); "" if they did. A rank that ends
-    breaks its peers' connections: what they report then is not the reason."""
+    """Why ranks of torchrun on this machine did not add up numbers (an all-reduce); "" if they did."""
     answer = ask(script("rank", backend, str(seconds), launcher=(*_TORCHRUN, str(ranks))), RANKS_SECONDS)
     if answer.status == 0:
         return ""
-    statuses = {int(rank): int(status) for rank, status in _ENDED.findall(answer.error)}
-    if answer.status is None or -signal.SIGALRM in statuses.values():
+    if answer.status is None or "(SIGALRM)" in answer.error:  # in torchrun's summary of the ranks that failed
         return f"no sum within {seconds} s"
-    for rank, status in sorted(statuses.items()):
-        if status not in (1, -signal.SIGTERM):  # it printed why, or torchrun ended it after another's failure
-            how = f"with status {status}" if status > 0 else f"by {signal.Signals(-status).name}"
-            return f"rank {rank} ended {how}"
     causes = sorted(re.findall(r"^rank \d+: .*", answer.out, re.M))
     return causes[0] if causes else answer.reason("no reason given")
 

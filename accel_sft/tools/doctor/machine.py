@@ -10,10 +10,11 @@ import os
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import psutil
 
 import accel_sft
 from accel_sft.api.errors import UserError
@@ -29,8 +30,6 @@ LIBRARIES = ("torch", "accelerate", "transformers", "peft", "deepspeed")
 """Libraries in the order of their import. Without the last one, only launch files without DeepSpeed work."""
 FACTS_SECONDS = 300.0
 """Time limit for the facts of torch; importing the libraries may take a minute from a slow disk."""
-GRACE_SECONDS = 5.0
-"""Time that a program has to end after SIGTERM, before SIGKILL."""
 __all__ = ["Finding", "Machine", "ok", "problem", "warning"]
 
 
@@ -41,15 +40,11 @@ class Machine:
     Attributes:
         unusable: why "devices", "ranks" or an operator cannot be used here, by these names. Checks write it, and the
             table of launch files reads it.
-        waits_for: what takes time now, in words for the terminal.
     """
 
     launch_files: Sequence[Path]
     runs: Path = Path("runs")
-    build: bool = False
-    network: bool = False
     unusable: dict[str, str] = dataclasses.field(default_factory=dict)
-    waits_for: str = ""
 
     @functools.cached_property
     def torch(self) -> TorchFacts:
@@ -74,16 +69,13 @@ class Machine:
 
     def findings(self, name: str, check: Callable[[Machine], Iterable[Finding]]) -> list[Finding]:
         """Make the check of this name; an exception becomes a finding, so that the report goes on."""
-        self.waits_for = f"checking {name}"
         try:
-            with waiting(lambda: self.waits_for):
+            with waiting(f"checking {name}"):
                 findings = list(check(self))
         except UserError as error:
             findings = [problem(line) for line in error.problems]  # the message already says how to fix it
         except Exception as error:  # noqa: BLE001 - whatever breaks one check, the others are still reported
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{Path(frame.filename).name}:{frame.lineno}"
-            what = f"the check failed: {type(error).__name__}: {error} ({where})"
+            what = f"the check failed: {type(error).__name__}: {error}"
             findings = [problem(what, "nothing is known of this; please report the line")]
         return [dataclasses.replace(finding, subject=name) for finding in findings]
 
@@ -151,9 +143,9 @@ def torch_facts(seconds: float = FACTS_SECONDS) -> TorchFacts:
 class Answer(NamedTuple):
     """What a program printed, and its exit status: minus a signal's number if one ended it, None for the time limit."""
 
-    status: int | None
     out: str
     error: str
+    status: int | None
 
     def reason(self, otherwise: str) -> str:
         """Why a program failed, in one line: the signal that ended it, the last line it printed, or `otherwise`."""
@@ -163,8 +155,8 @@ class Answer(NamedTuple):
         return lines[-1] if lines else otherwise
 
 
-def ask(command: Sequence[str], seconds: float | None = None) -> Answer:
-    """Run a program to its end, or end it after the time limit, together with its children."""
+def ask(command: Sequence[str], seconds: float) -> Answer:
+    """Run a program to its end, or kill it after the time limit; with its children, such as torchrun's ranks."""
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -173,26 +165,17 @@ def ask(command: Sequence[str], seconds: float | None = None) -> Answer:
         text=True,
         errors="replace",
         env={**os.environ, **import_path()},
-        start_new_session=True,
     ) as process:
         try:
-            out, error = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            _end(process)
-            return Answer(None, *process.communicate())
-        except BaseException:
-            _end(process)
+            return Answer(*process.communicate(timeout=seconds), process.returncode)
+        except BaseException as error:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            process.kill()
+            if isinstance(error, subprocess.TimeoutExpired):
+                return Answer(*process.communicate(), None)
             raise
-    return Answer(process.returncode, out, error)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a program that has a session of its own, with its children. torchrun's ranks have sessions of their own, and
-    end with it on SIGTERM only."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, number)
-            process.wait(GRACE_SECONDS)
 
 
 def script(*arguments: str, launcher: Sequence[str] = ()) -> list[str]:

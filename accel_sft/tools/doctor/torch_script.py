@@ -1,4 +1,4 @@
-"""What `doctor` runs in processes of its own: torch's facts, a build of an operator, a rank's exchange, the hub.
+"""What `doctor` runs in processes of its own: torch's facts, and a rank's exchange.
 
 A broken driver or library may crash or hang its process. The facts are lines of JSON: those printed before still count.
 """
@@ -25,7 +25,6 @@ COPIED = 1 << 28
 """Bytes of a copy between host and GPU: it takes some ten milliseconds."""
 ELEMENTS = 1 << 20
 """How many numbers each rank gives to be added up."""
-BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
 
 
 def tell(**facts: Any) -> None:
@@ -151,17 +150,6 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def build(name: str) -> None:
-    """Load one of DeepSpeed's operators, which compiles it as a launch would if it is not compiled yet."""
-    from accel_sft.launch.environment import device_count
-
-    if not device_count():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as a launch does
-    from deepspeed.accelerator import get_accelerator
-
-    get_accelerator().create_op_builder(BUILDERS[name]).load()
-
-
 def rank(backend: str, seconds: str) -> None:
     """Add up numbers with the other ranks (an all-reduce); print why it failed, and exit with status 1 then."""
     import datetime
@@ -192,18 +180,9 @@ def rank(backend: str, seconds: str) -> None:
     os._exit(bool(failure))
 
 
-def hub() -> None:
-    """Ask the Hugging Face Hub for one model; exit with the reason if there is no answer."""
-    from huggingface_hub import constants, get_session
-
-    if constants.HF_HUB_OFFLINE:
-        sys.exit("HF_HUB_OFFLINE is set")
-    get_session().get(f"{constants.ENDPOINT}/api/models", params={"limit": 1}).raise_for_status()
-
-
 if __name__ == "__main__":
     if sys.argv[1] == "facts":
         _facts = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)  # whatever the libraries print must not mix with the facts
-    entries: dict[str, Callable[..., None]] = {"facts": facts, "build": build, "rank": rank, "hub": hub}
+    entries: dict[str, Callable[..., None]] = {"facts": facts, "rank": rank}
     entries[sys.argv[1]](*sys.argv[2:])

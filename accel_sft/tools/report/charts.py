@@ -17,8 +17,6 @@ POINTS_OF_A_CHART = 1600
 """Approximate number of points of all of a chart's curves: more would exceed its pixels, or the page."""
 _FEWEST, _MOST = 60, 1000
 """Bounds on the points that a thinned curve may keep."""
-_KNOTS = 200
-"""Approximate number of a run's steps with a training time on the page, which interpolates in between."""
 
 MEASURED = {
     "loss": ("Training loss", "nats per supervised token", "main"),
@@ -66,13 +64,9 @@ CONFIG = {
 Chart = dict[str, Any]
 
 
-def measured(runs: Sequence[Run]) -> list[Chart]:
-    """A chart for each key that was measured, in the order of the page.
-
-    Each has `key`, `title`, `unit`, `group` ("main" or "more"), `thinned` (whether points are left out) and `curves`. A
-    curve has `run` (its index in `runs`), the lists `steps` and `values`, and if it is thinned `means`: pairs of a step
-    and the mean around it.
-    """
+def measured(runs: Sequence[Run], series: Sequence[str]) -> list[Chart]:
+    """A chart for each key that was measured, in the order of the page: its `kind`, `title`, `group` ("main" or
+    "more"), `spec`, and `curves`: `run` (its index in `runs`) and the lists `steps` and `values`."""
     points: dict[str, dict[int, dict[int, float]]] = {}  # by key, then by run, then by step
     for place, run in enumerate(runs):
         for row in (*run.steps, *run.evaluations):
@@ -82,30 +76,24 @@ def measured(runs: Sequence[Run]) -> list[Chart]:
     metrics = sorted(points.keys() - MEASURED.keys())
     main = [key for key in metrics if any(run.result.get("main_metric") == key for run in runs)] or metrics[:1]
     order = ["loss", "eval_loss", *main, *MEASURED, *metrics]
-    return [_measured_chart(key, points[key], key in main) for key in dict.fromkeys(order) if key in points]
+    return [_measured(key, points[key], key in main, series) for key in dict.fromkeys(order) if key in points]
 
 
-def _measured_chart(key: str, curves: dict[int, dict[int, float]], main: bool) -> Chart:
+def _measured(key: str, curves: dict[int, dict[int, float]], main: bool, series: Sequence[str]) -> Chart:
     name = one_line(key, 80)
     title, unit, group = MEASURED.get(key, (f"Validation: {name}", name, "main" if main else "more"))
     most = min(_MOST, max(_FEWEST, POINTS_OF_A_CHART // len(curves)))
-    drawn: list[dict[str, Any]] = []
+    drawn = []
     for run, by_step in curves.items():
-        points = sorted(by_step.items())
-        thinned = thin(points, most)
-        steps, values = [step for step, _ in thinned], [float(f"{value:.6g}") for _, value in thinned]
-        drawn.append({"run": run, "steps": steps, "values": values})
-        if len(thinned) < len(points):
-            drawn[-1]["means"] = means(points, most // 2)
-    is_thinned = any("means" in curve for curve in drawn)
-    return {"key": key, "title": title, "unit": unit, "group": group, "thinned": is_thinned, "curves": drawn}
+        steps, values = zip(*thin(sorted(by_step.items()), most), strict=True)
+        drawn.append({"run": run, "steps": steps, "values": [float(f"{value:.6g}") for value in values]})
+    spec = curve_spec(title, unit, series, few=max(map(len, curves.values())) <= _DRAWN_AS_POINTS)
+    return {"kind": "curves", "title": title, "group": group, "curves": drawn, "spec": spec}
 
 
 def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """Return at most `most` points, in order: the first, the last, and the smallest and largest of each segment.
-
-    This keeps every spike.
-    """
+    """At most `most` points, in order: the first, the last, and the smallest and largest of each segment, so that every
+    spike stays."""
     if len(points) <= most:
         return list(points)
     inner, segments = points[1:-1], (most - 2) // 2
@@ -117,35 +105,11 @@ def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, 
     return [points[place] for place in sorted(places)]
 
 
-def means(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """Return the means of `most` equal segments, each mean with the step in the middle of its segment."""
-    averages = []
-    for number in range(most):
-        segment = points[len(points) * number // most : len(points) * (number + 1) // most]
-        mean = sum(value for _, value in segment) / len(segment)
-        averages.append((segment[len(segment) // 2][0], float(f"{mean:.6g}")))
-    return averages
+def groups(runs: Sequence[Run], series: Sequence[str], comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+    """The groups of charts in the order of the page: the comparisons' learning curves, then what was `measured`.
 
-
-def training_minutes(run: Run) -> dict[str, list[float]]:
-    """Minutes of training up to some steps of the run: lists `steps` and `minutes`, empty if no step has its time."""
-    passed, knots = 0.0, [(0, 0.0)]
-    for row in run.steps:
-        if is_number(row.get("seconds")) and math.isfinite(row["seconds"]):
-            passed += row["seconds"]
-            knots.append((row["step"], passed / 60))
-    if len(knots) == 1:
-        return {"steps": [], "minutes": []}
-    every = math.ceil(len(knots) / _KNOTS)
-    knots = [*knots[:-1:every], knots[-1]]
-    return {"steps": [step for step, _ in knots], "minutes": [round(minutes, 4) for _, minutes in knots]}
-
-
-def groups(series: Sequence[str], curves: Sequence[Chart], comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    """The groups of charts in the order of the page: the comparisons' learning curves, then the `curves` of `measured`.
-
-    Each has its `id`, its `heading`, whether it is `folded`, and `charts`. A chart has an `id`, a `title`, a `spec`,
-    and its data under `curves` or `rows`, as `kind` says.
+    Each has its `id`, its `heading` and `charts`. A chart has an `id`, a `title`, a `spec`, and its data under `curves`
+    or `rows`, as `kind` says.
     """
     learnt = [
         {
@@ -157,25 +121,14 @@ def groups(series: Sequence[str], curves: Sequence[Chart], comparisons: Sequence
         for comparison in comparisons
         if comparison.learnt
     ]
-    return [
-        _group("rows", "Metric by number of training rows", learnt),
-        *(
-            _group(name, heading, [_curves(chart, series) for chart in curves if chart["group"] == name])
-            for name, heading in _GROUPS.items()
-        ),
-    ]
-
-
-def _group(name: str, heading: str, charts: list[Chart]) -> dict[str, Any]:
-    for number, chart in enumerate(charts):
-        chart["id"] = f"{name}-{number}"
-    return {"id": name, "heading": heading, "folded": name == "more", "charts": charts}
-
-
-def _curves(chart: Chart, series: Sequence[str]) -> Chart:
-    few = max(len(curve["steps"]) for curve in chart["curves"]) <= _DRAWN_AS_POINTS
-    spec = curve_spec(chart["title"], chart["unit"], series, few)
-    return {"kind": "curves", "title": chart["title"], "curves": chart["curves"], "spec": spec}
+    made: list[dict[str, Any]] = [{"id": "rows", "heading": "Metric by number of training rows", "charts": learnt}]
+    curves = measured(runs, series)
+    for name, heading in _GROUPS.items():
+        made.append({"id": name, "heading": heading, "charts": [c for c in curves if c["group"] == name]})
+    for group in made:
+        for number, chart in enumerate(group["charts"]):
+            chart["id"] = f"{group['id']}-{number}"
+    return made
 
 
 def look(series: Sequence[str]) -> list[dict[str, Any]]:
@@ -217,9 +170,9 @@ def _of_series(series: Sequence[str], key: str) -> dict[str, Any]:
 
 
 def curve_spec(title: str, unit: str, series: Sequence[str], few: bool) -> dict[str, Any]:
-    """A chart with a line for each run over steps or minutes (`x`), and a mark for each point if there are
-    `few`; dragging selects a range, `brush`."""
-    x = _number("x", title="step", axis={"tickMinStep": 1, "format": ",.6~g"})
+    """A chart with a line for each run over steps, and a mark for each point if there are `few`; dragging selects a
+    range, `brush`."""
+    x = _number("step", title="optimizer step", axis={"tickMinStep": 1, "format": ",.6~g"})
     x["scale"] = {"zero": False, "nice": False, "domainMin": {"expr": "low"}, "domainMax": {"expr": "high"}}
     y = _number("value", title=unit, scale={"zero": False}, axis={"format": ",.6~g"})
     tooltip = [
@@ -243,13 +196,9 @@ def curve_spec(title: str, unit: str, series: Sequence[str], few: bool) -> dict[
             "opacity": {"condition": {"param": "hover", "empty": False, "value": 1}, "value": 0},
         },
     }
-    window = [{"op": "lag", "field": "x", "as": "before"}, {"op": "lead", "field": "x", "as": "after"}]
-    neighbours = {"window": window, "groupby": ["line"], "sort": [{"field": "x"}]}
-    within = "(low === null || datum.x >= low || datum.after >= low)"  # and the next point, for a line to it
-    within += " && (high === null || datum.x <= high || (datum.before !== null && datum.before <= high))"
     return _chart(
         f"{title} over the steps of training, a line for each run; vertical axis: {unit}.",
-        # what the page's controls set: the series to show, and the range of `x` (null: all)
+        # what the page's controls set: the series to show, and the range of steps (null: all)
         params=[
             {"name": "shown", "value": [*range(len(series))]},
             {"name": "low", "value": None},
@@ -257,8 +206,7 @@ def curve_spec(title: str, unit: str, series: Sequence[str], few: bool) -> dict[
         ],
         transform=[
             {"filter": "indexof(shown, datum.series) >= 0"},
-            neighbours,
-            {"filter": within},
+            {"filter": "(low === null || datum.step >= low) && (high === null || datum.step <= high)"},
         ],
         encoding={"x": x, "y": y},
         layer=[line, point],

@@ -40,7 +40,7 @@ def report(runs: tuple[str, ...], output: str) -> None:
             problems += error.problems
     if problems:
         raise UserError(*problems)
-    page, left_out = render(alone, comparisons)
+    page = render(alone, comparisons)
     try:
         write_atomically(target, page)
     except OSError as error:
@@ -50,7 +50,5 @@ def report(runs: tuple[str, ...], output: str) -> None:
         what = f"{run.status}: {run.reason}" if run.reason else run.status
         if run.status != "complete" or run.notes:
             click.echo(wrapped(printable(f"{run.name}: {'; '.join([what, *run.notes])}")))
-    for sentence in left_out:
-        click.echo(wrapped(printable(sentence)))
     count = "1 run" if len(every) == 1 else f"{len(every)} runs"
     click.echo(f"{output}: {count}, {os.path.getsize(target) / 1000:,.0f} kB; open it in a browser")

@@ -18,12 +18,6 @@ from accel_sft.results.labels import label_tables
 from accel_sft.tools.report import answers, charts, tables
 from accel_sft.tools.report.runs import NUMBERS, Comparison, Run
 
-MOST_BYTES = 1_950_000
-"""Size in bytes up to which answers fill a page."""
-MOST_CHARTS, MOST_ROWS = 60, 300
-"""Maximum number of charts of curves on a page (losses and the main metric come first), and of rows in its tables."""
-_FEWEST_ANSWER_BYTES = 100_000
-"""Bytes reserved for answers, even if the curves of many runs fill the page."""
 _FOLDER = Path(__file__).parent
 _SCRIPTS = ("vega/vega.min.js", "vega/vega-lite.min.js", "vega/vega-embed.min.js", "page/answers.js", "page/charts.js")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -32,26 +26,22 @@ _SOURCE_MAP = re.compile(r"//# sourceMappingURL=\S+")
 """A script's reference to a file that a browser's inspector would fetch."""
 
 
-def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str, list[str]]:
-    """The page as HTML, of these runs and those of the comparisons, and sentences on what it leaves out."""
+def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> str:
+    """The page as HTML, of these runs and those of the comparisons."""
     every = [*runs, *(run for comparison in comparisons for run in comparison.runs)]
     names = [setting["name"] for comparison in comparisons for setting in comparison.settings]
     series = [*dict.fromkeys([*(run.series for run in every), *names])]
-    measured = charts.measured(every)
-    undrawn, scores, settings = measured[MOST_CHARTS:], tables.scores(every), tables.settings(every)
-    measured = measured[:MOST_CHARTS]
-    groups = charts.groups(series, measured, comparisons)
+    groups = charts.groups(every, series, comparisons)
     data: dict[str, Any] = {
         "series": charts.look(series),
         "runs": [
             {"name": run.name, "series": series.index(run.series), "main": run.result.get("main_metric")}
             for run in every
         ],
-        "minutes": [charts.training_minutes(run) for run in every],
         "charts": [chart for group in groups for chart in group["charts"]],
         "config": charts.CONFIG,
+        "answers": answers.collect(every),
     }
-    template = _template()
     scripts = [_SOURCE_MAP.sub("", (_FOLDER / name).read_text(encoding="utf-8")) for name in _SCRIPTS]
     context: dict[str, Any] = {
         "title": _title(runs, comparisons),
@@ -62,45 +52,24 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str,
         "series": charts.look(series),
         "groups": groups,
         "rows": [tables.run_row(run) for run in every],
-        "scores": {**scores, "rows": scores["rows"][:MOST_ROWS]},
+        "scores": tables.scores(every),
         "ranked": tables.against_best_run(every),
         "labels": [(run.name, *table) for run in every for table in label_tables(run.result.get("labels"))],
-        "settings": {**settings, **{kind: settings[kind][:MOST_ROWS] for kind in ("differing", "common")}},
+        "settings": tables.settings(every),
         "policy": _policy(scripts),
         "scripts": scripts,
         "style": (_FOLDER / "page" / "page.css").read_text(encoding="utf-8"),
-        "smooth": any(chart["thinned"] for chart in measured),
-        "left_out": [],
-        "has_answers": True,
+        "has_answers": bool(data["answers"]["evaluations"]),
+        # no `<` of the data may end its script
+        "data": json.dumps(json_safe(data), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
     }
-    taken = len(_rendered(template, context, data).encode())
-    data["answers"], answers_left_out = answers.collect(every, max(MOST_BYTES - taken, _FEWEST_ANSWER_BYTES))
-    context["left_out"] = [*_left_out(measured, len(undrawn), scores, settings), *answers_left_out]
-    context["has_answers"] = bool(data["answers"]["evaluations"])
-    return _rendered(template, context, data), context["left_out"]
+    return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", _template().render(context))
 
 
 def _columns(comparison: Comparison) -> dict[str, str]:
     """The numbers that any setting has, with their titles."""
     medians = [setting["median"] for setting in comparison.settings]
     return {key: title for key, title in NUMBERS.items() if any(is_number(median.get(key)) for median in medians)}
-
-
-def _left_out(
-    measured: Sequence[charts.Chart], undrawn: int, scores: dict[str, Any], settings: dict[str, Any]
-) -> list[str]:
-    """Sentences on the points, charts and table rows left out for lack of room."""
-    titles = [chart["title"].lower() for chart in measured if chart["thinned"]]
-    lines = [f"Of each segment of steps, {', '.join(titles)} show the least and the largest value."] if titles else []
-    rows = max(len(scores["rows"]), len(settings["differing"]), len(settings["common"])) - MOST_ROWS
-    counts = {"curves": undrawn, "rows of a table": rows}
-    lines += [f"{n:,} {what} are left out, for which there is no room." for what, n in counts.items() if n > 0]
-    return [*lines, "metrics.jsonl, result.json and run.json have all."] if lines else []
-
-
-def _rendered(template: jinja2.Template, context: dict[str, Any], data: dict[str, Any]) -> str:
-    text = json.dumps(json_safe(data), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", template.render(data=text, **context))
 
 
 def _template() -> jinja2.Template:

@@ -1,7 +1,6 @@
 """Reads the folders of runs and of comparisons for the page; notes say which files are missing or damaged."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,6 @@ NUMBERS = {
 }
 """Numbers that `compare` measures of a run, with their titles. A setting has the median and the spread of each over its
 runs."""
-_FORM: dict[str, type] = {"status": str, "created": str, "command": str, "main_metric": str}
-_FORM |= dict.fromkeys(("varied", "findings", "settings"), list)
-_FORM_OF_SETTING: dict[str, type] = {"name": str, "status": str, "reason": str}
-_FORM_OF_SETTING |= {"runs": list, "median": dict, "spread": dict, "disturbed": dict}
-_FORM_OF_ROUND: dict[str, type] = {"round": int, "status": str, "reason": str, "folder": str}
-"""Keys of a comparison's record that the page needs, and of each setting and run in it, with their types."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -97,7 +90,7 @@ class Comparison:
 
     Attributes:
         learnt: the points of its learning curve: `rows` with a measured `metric`, or with `value`, `low` and `high` of
-            a forecast.
+            a forecast, which goes up to four times as many rows as were measured.
     """
 
     name: str
@@ -140,23 +133,24 @@ def _read(run: Run, path: Path) -> dict[str, Any]:
 
 
 def _read_metrics(run: Run) -> None:
-    path = run.folder.metrics
-    if not path.exists():
-        if run.record:
-            run.notes.append("metrics.jsonl is not there: no step was recorded")
-        return
+    if run.folder.metrics.exists():
+        for row in read_lines(run, run.folder.metrics):
+            if is_number(row.get("step")):
+                (run.steps if "loss" in row else run.evaluations).append(row)
+    elif run.record:
+        run.notes.append("metrics.jsonl is not there: no step was recorded")
+
+
+def read_lines(run: Run, path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file of the run, one a line (the notes say if some cannot be read)."""
     try:
         rows, unreadable = read_json_lines(path)
     except OSError as error:
-        run.notes.append(f"metrics.jsonl cannot be read: {error.strerror}")
-        return
-    for row in rows:
-        if is_number(row.get("step")):
-            (run.steps if "loss" in row else run.evaluations).append(row)
-        else:
-            unreadable += 1
+        run.notes.append(f"{path.name} cannot be read: {error.strerror}")
+        return []
     if unreadable:
-        run.notes.append(f"without {unreadable} of its lines in metrics.jsonl, which cannot be read")
+        run.notes.append(f"{path.name} has lines that cannot be read: {unreadable}")
+    return rows
 
 
 def _status(run: Run) -> tuple[str, str]:
@@ -181,7 +175,7 @@ def named(paths: list[str]) -> dict[str, Path]:
 
 
 def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
-    """Read a folder with comparison.json; UserError if it is no comparison of this version, or damaged.
+    """Read a folder with comparison.json; UserError if it is no comparison of this version.
 
     Unless the page shows it `alone`, its settings may have the names of others: each gets `name` in front of it.
     """
@@ -191,42 +185,26 @@ def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
         schema = one_line(repr(record.get("schema")), 60)
         problem = f"its schema is {schema}, this version reads {SCHEMA}"
         raise UserError(f"{file}: {problem}; use the version of accel-sft that wrote it")
-    settings: list[dict[str, Any]] = []
-    runs: list[Run] = []
-    entries: list[Any] = record["settings"] if _has(record, _FORM) else [None]
-    for setting in entries:
-        if not _has(setting, _FORM_OF_SETTING) or not all(_has(run, _FORM_OF_ROUND) for run in setting["runs"]):
-            raise UserError(f"{file}: damaged; name another folder")
-        shown_name = setting["name"] if alone else f"{name}: {setting['name']}"
-        numbers = {key: _numbers(setting[key]) for key in ("median", "spread")}
-        settings.append({**setting, **numbers, "name": shown_name})
-        runs += [_round(path, shown_name, run) for run in setting["runs"]]
-    learnt = _points(mapping(record.get("learning_curve")))
+    try:
+        settings = record["settings"]
+        if not alone:
+            settings = [{**setting, "name": f"{name}: {setting['name']}"} for setting in settings]
+        runs = [_round(path, setting["name"], run) for setting in settings for run in setting["runs"]]
+        curve = record.get("learning_curve") or {"measured": [], "forecast": []}
+        most = max((point["rows"] for point in curve["measured"]), default=0)
+        learnt = [*curve["measured"], *(point for point in curve["forecast"] if point["rows"] <= 4 * most)]
+    except (KeyError, TypeError):
+        raise UserError(f"{file}: damaged; name another folder") from None
     return Comparison(name=name, record=record, settings=settings, learnt=learnt, runs=runs)
-
-
-def _has(value: Any, form: Mapping[str, type]) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in form.items())
-
-
-def _points(curve: dict[str, Any]) -> list[dict[str, float]]:
-    """The points of a learning curve, with forecasts for up to four times as many rows as were measured."""
-    lists = [value if isinstance(value := curve.get(key), list) else [] for key in ("measured", "forecast")]
-    measured, ahead = ([_numbers(point) for point in points] for points in lists)
-    most = max((point.get("rows", 0) for point in measured), default=0)
-    return [*measured, *(point for point in ahead if point.get("rows", 0) <= 4 * most)]
 
 
 def _round(path: Path, setting: str, noted: dict[str, Any]) -> Run:
     """Return the run in a round's folder or, if that has none, a run with what the comparison noted of it."""
     name = f"{setting}, round {noted['round']}"
     try:
-        folder = (path / noted["folder"]).resolve()
-        if path.resolve() not in folder.parents:
-            raise UserError("a comparison's runs are in its folder")
-        run = read_run(folder, name)
-    except (UserError, ValueError, OSError):  # the last two: names that no file system takes
-        run = Run(name=name, series=setting, folder=RunDir(path / "no-such-run"), status="unknown")
+        run = read_run(path / noted["folder"], name)
+    except UserError:
+        run = Run(name=name, series=setting, folder=RunDir(path / noted["folder"]), status="unknown")
         run.notes.append("its folder is not there: only what the comparison noted is shown")
         run.result = {"steps": noted["steps"]} if is_number(noted.get("steps")) else {}
     for key in ("tokens_per_second", "mfu", "peak_device_memory_gib", "peak_host_memory_gib"):
@@ -235,7 +213,3 @@ def _round(path: Path, setting: str, noted: dict[str, Any]) -> Run:
     run.series, run.status = setting, noted["status"]
     run.reason = noted["reason"] if run.status != "complete" else ""
     return run
-
-
-def _numbers(values: Any) -> dict[str, float]:
-    return {key: value for key, value in mapping(values).items() if is_number(value)}

@@ -26,7 +26,7 @@
   function value(row, score) {
     if (row === undefined) return null;
     if (score === SAME) return Number(row[1] === answers.examples[row[0]][1]);
-    return row[2][answers.scores.indexOf(score)] ?? null;
+    return row[2][score] ?? null;
   }
 
   function fill() {
@@ -35,15 +35,13 @@
       option(byId("left"), number, title(number));
       option(byId("right"), number, title(number));
     });
-    const measured = answers.scores.filter((_, place) =>
-      answers.evaluations.some((evaluation) => evaluation.rows.some((row) => typeof row[2][place] === "number")));
-    for (const score of [...measured, SAME]) option(byId("score"), score, score);
+    for (const score of [...answers.scores, SAME]) option(byId("score"), score, score);
     // At first the first run: before training on the left, its newest evaluation on the right.
     const mine = answers.evaluations.map((each, number) => ({ ...each, number })).filter((each) => each.run === answers.evaluations[0].run);
     byId("right").value = mine.at(-1).number;
     byId("left").value = mine.length > 1 ? mine[0].number : "";
     const main = runs[mine[0].run].main;
-    byId("score").value = measured.includes(main) ? main : SAME;
+    byId("score").value = answers.scores.includes(main) ? main : SAME;
   }
 
   function mark(cell, score) {
