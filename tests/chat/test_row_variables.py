@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from families import of_family
 from models import Given, encode, make_base, with_template
-from thinking_families import of_family
 from transformers import AutoTokenizer
 
 from accel_sft import UserError

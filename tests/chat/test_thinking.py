@@ -15,9 +15,8 @@ from accelerate import Accelerator
 from answered import by_characters, scored_answers
 from conftest import accel_sft, finished, stopped
 from fake_plugins import GOOD, install
-from families import FAMILIES
+from families import DAY, FAMILIES, MODES, NAMES, of_family
 from models import encode
-from thinking_families import DAY, MODES, NAMES, of_family
 from transformers import AutoTokenizer
 
 from accel_sft import UserError
@@ -276,7 +275,7 @@ def test_prompts_of_training_are_what_is_generated_from(tokenizer, name):
     assert example.input_ids[: example.prompt_length] == ids
 
 
-DROPPING = [("DeepSeek-R1", "template"), ("EXAONE 4", "off"), ("QwQ", "template"), ("Qwen3", "off"), ("Qwen3.5", "off")]
+DROPPING = [("DeepSeek-R1", "template"), ("QwQ", "template"), ("Qwen3", "off"), ("Qwen3.5", "off")]
 
 
 @pytest.mark.parametrize(("name", "thinking"), DROPPING)

@@ -1,8 +1,9 @@
-"""Every benchmark runs, by `--smoke`, and prints its table: the quickest in the default run, the others in that of
-`.ci/run --all`. What is measured says nothing at that size."""
+"""Every benchmark and every series of recipes runs, on small models for a step or two, and ends with its tables: the
+quickest in the default run, the others in that of `.ci/run --all`. What is measured says nothing at that size."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,13 +12,11 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-BENCHMARKS = ROOT / "benchmarks"
-
 
 def run(script: str, *arguments: str, folder: Path) -> tuple[int, str, str]:
     """Exit status, standard output and standard error of a benchmark; what it leaves is in `folder`."""
     script, *options = script.split()
-    command = [sys.executable, str(BENCHMARKS / script), *options, "--smoke", *arguments]
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *options, "--smoke", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(folder)})
     return done.returncode, done.stdout, done.stderr
 
@@ -79,3 +78,32 @@ def test_benchmark_of_a_failing_trainer_says_why_and_fails(tmp_path):
     assert status == 1
     assert "--max-steps" in errors, errors
     assert not output
+
+
+LAUNCHES = ("single", "ddp", "z0", "z1", "z2", "z2_offload", "z3", "z3_offload")
+SERIES = {
+    "a": ({"LAUNCH": "single"}, {"single"}, "base-and-tuned/report.md"),
+    "b": ({}, {f"{name}, micro-batch-size {rows}" for name in LAUNCHES for rows in (1, 32)}, "comparison.html"),
+    "c": ({}, {f"{name}, adapter {kind}" for name in ("single", "z2", "z3") for kind in ("lora", "adalora")}, "*.html"),
+    "d": ({"STEPS": "6"}, set(), "**/profile/*.json"),
+}
+"""Variables of a series, settings that its comparison has, and a file beside it."""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", SERIES)
+def test_a_series_runs_to_its_tables(name, tmp_path):
+    variables, settings, file = SERIES[name]
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    given = {**os.environ, "PATH": path, "OUT": str(tmp_path / "out"), "ROUNDS": "1", "STEPS": "2", "DISCARD": "1"}
+    command = ["bash", str(ROOT / "recipes" / f"series-{name}.sh")]
+    done = subprocess.run(command, env=given | variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [*(tmp_path / "out").rglob("comparison.json")]
+    assert len(records) == (2 if name == "d" else 1)
+    for record in records:
+        ended = {one["name"]: one["status"] for one in json.loads(record.read_text())["settings"]}
+        assert {*ended.values()} == {"complete"}
+        assert settings <= ended.keys()
+        assert [*record.parent.glob(file)]

@@ -39,16 +39,11 @@ def _prose(page: Path) -> str:
 
 
 def _flags_of(command: click.Command) -> set[str]:
-    """The command's own options, without those of its commands."""
-    parameters = command.get_params(click.Context(command))
-    return {flag for parameter in parameters for flag in (*parameter.opts, *parameter.secondary_opts)}
-
-
-def _all_flags_of(command: click.Command) -> set[str]:
-    context, flags = click.Context(command), _flags_of(command)
-    for name in command.list_commands(context) if isinstance(command, click.Group) else ():
-        flags |= _all_flags_of(command.get_command(context, name))
-    return flags
+    """The command's own options and those of its commands."""
+    context = click.Context(command)
+    flags = {flag for parameter in command.get_params(context) for flag in (*parameter.opts, *parameter.secondary_opts)}
+    names = command.list_commands(context) if isinstance(command, click.Group) else ()
+    return flags.union(*(_flags_of(command.get_command(context, name)) for name in names))
 
 
 def test_readme_is_short_and_begins_with_a_command():
@@ -57,15 +52,8 @@ def test_readme_is_short_and_begins_with_a_command():
     assert any(line.startswith("bash setup.sh && ") for line in readme.splitlines()[:20])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_relative_links_lead_to_files(page):
-    links = re.findall(r"\]\(([^)\s]+)\)", _prose(page))
-    relative = [link.partition("#")[0] for link in links if not re.match(r"[a-z]+:|#", link)]
-    assert [link for link in relative if not (page.parent / link).exists()] == []
-
-
 def test_flags_of_pages_are_options_of_their_programs():
-    known = _all_flags_of(cli) | OF_ACCELERATE | {*get_args_parser()._option_string_actions} | OTHER_PROGRAMS
+    known = _flags_of(cli) | OF_ACCELERATE | {*get_args_parser()._option_string_actions} | OTHER_PROGRAMS
     known |= {"--parallelism_config_"}  # and its names
     assert {"--max-length", "--train-file", "--base", "--no-compile", "--max_restarts"} <= known
     unknown = {}
@@ -77,7 +65,10 @@ def test_flags_of_pages_are_options_of_their_programs():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_paths_and_tests_that_a_page_names_exist(page):
+def test_links_paths_and_tests_that_a_page_names_exist(page):
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", _prose(page))]
+    relative = [link for link in links if not re.match("[a-z]+:", link)]
+    assert [link for link in relative if not (page.parent / link).exists()] == []
     folders = r"(?:accel_sft|accelerate_configs|benchmarks|docs|tasks|tests)/[\w./-]*"
     named = set(re.findall(rf"`({folders})(?:::(\w+)(…?))?`", page.read_text(encoding="utf-8")))
     assert len(named) > {"architecture.md": 30, "faults.md": 30, "known-bugs.md": 10}.get(page.name, -1)

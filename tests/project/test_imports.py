@@ -73,10 +73,8 @@ def imported_by(name, source):
         elif isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("accel_sft."))
             yield from ("__init__" for alias in node.names if alias.name == "accel_sft" and alias.asname)
-        elif (
-            isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "accel_sft" and node.attr not in FACTS
-        ):
-            yield node.attr if node.attr in known else "__init__"  # behind a bare `import accel_sft`
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "accel_sft":
+            yield from {node.attr} - FACTS  # behind a bare `import accel_sft`
 
 
 def package_of(name):
@@ -166,23 +164,18 @@ def test_quick_commands_do_without_torch(tmp_path, command, env, answer):
     assert answer in result.stdout
 
 
-@pytest.mark.parametrize("command", ["chat", "evaluate chat --model M", "export-data chat OUT"])
-def test_missing_rows_are_refused_without_torch(tmp_path, command):
-    (tmp_path / "sitecustomize.py").write_text(REFUSE)
-    (tmp_path / "rows.jsonl").touch()
-    result = accel_sft(
-        *command.split(), "--train-file", f"rows.jsonl,{tmp_path}/row.jsonl", site=tmp_path, cwd=tmp_path
-    )
-    assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr == (
-        f"Error: --train-file {tmp_path}/row.jsonl: cannot be read (No such file or directory); give an existing one: "
-        f"a JSON, JSONL, CSV, Parquet or text file; did you mean {tmp_path}/rows.jsonl?\n"
-    )
+LOST_ROWS = (
+    "--train-file {folder}/row.jsonl: cannot be read (No such file or directory); give an existing one: "
+    "a JSON, JSONL, CSV, Parquet or text file; did you mean {folder}/rows.jsonl?"
+)
 
 
 @pytest.mark.parametrize(
-    ("command", "named"),
+    ("command", "line"),
     [
+        ("chat --train-file rows.jsonl,{folder}/row.jsonl", LOST_ROWS),
+        ("evaluate chat --model M --train-file {folder}/row.jsonl", LOST_ROWS),
+        ("export-data chat OUT --train-file {folder}/row.jsonl", LOST_ROWS),
         ("generate runs/lost hi", "RUN_OR_MODEL 'runs/lost': no such folder"),
         ("serve runs/lost", "RUN runs/lost: no such folder"),
         ("parity runs/lost --url http://127.0.0.1:9/v1", "RUN runs/lost: no run.json there"),
@@ -192,11 +185,12 @@ def test_missing_rows_are_refused_without_torch(tmp_path, command):
         ("math --model /lost/model", "--model '/lost/model': no such folder"),
     ],
 )
-def test_lost_folders_are_refused_without_torch(tmp_path, command, named):
+def test_lost_rows_and_folders_are_refused_without_torch(tmp_path, command, line):
     (tmp_path / "sitecustomize.py").write_text(REFUSE)
-    result = accel_sft(*command.split(), site=tmp_path, cwd=tmp_path)
+    (tmp_path / "rows.jsonl").touch()
+    result = accel_sft(*command.format(folder=tmp_path).split(), site=tmp_path, cwd=tmp_path)
     assert (result.returncode, result.stdout, len(result.stderr.splitlines())) == (1, "", 1)
-    assert result.stderr.startswith(f"Error: {named}")
+    assert result.stderr.startswith(f"Error: {line.format(folder=tmp_path)}")
 
 
 def test_import_of_torch_would_be_noticed(tmp_path):

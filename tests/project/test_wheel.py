@@ -91,15 +91,12 @@ def outside(home: Path) -> dict[str, str]:
     return {**kept, "HOME": str(home), "COLUMNS": "100"}
 
 
-def test_source_distributions_hold_the_package_without_tests(sdists):
+def test_releases_hold_every_module_and_data_file_and_no_tests(sdists, wheels):
     assert [path.name for path in sdists] == [f"{name}-{accel_sft.__version__}.tar.gz" for name in PROJECTS]
     with tarfile.open(sdists[0]) as archive:
         names = {Path(*Path(name).parts[1:]).as_posix() for name in archive.getnames()}
     assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "accel_sft/launch_files/z2.yaml"} <= names
     assert {name.partition("/")[0] for name in names if "/" in name} == {"accel_sft", "accel_sft.egg-info"}
-
-
-def test_wheels_hold_every_module_and_data_file(wheels):
     assert [path.name for path in wheels] == [f"{name}-{accel_sft.__version__}-py3-none-any.whl" for name in PROJECTS]
     held = {name for wheel in wheels for name in zipfile.ZipFile(wheel).namelist()}
     expected = {"accel_sft_math.py"}

@@ -19,14 +19,8 @@ WAYS = {
 
 
 class Device(TorchDispatchMode):
-    """Counts the bytes of storages that operators allocate inside it, in forwards, backwards and updates.
-
-    Args:
-        budget: bytes above which an allocation fails.
-        way: the error with which it fails, a key of `WAYS`.
-    Attributes:
-        live, peak: bytes allocated now, and at most.
-    """
+    """Counts the bytes of storages that operators allocate inside it, in forwards, backwards and updates: `live` now,
+    `peak` at most. Above `budget` bytes an allocation fails, with an error of `WAYS`."""
 
     def __init__(self, budget: float = float("inf"), way: str = "torch") -> None:
         super().__init__()

@@ -52,25 +52,14 @@ def install(
     version: str = "1.2",
     requires: tuple[str, ...] = (),
 ) -> None:
-    """Put a distribution into `site`.
-
-    Args:
-        entry_points: the lines of its section `accel_sft.tasks`.
-        source: the code of its module.
-        module: the module's name; by default made from the distribution's.
-    """
+    """Put a distribution into `site`: a module with this code, and the lines of its section `accel_sft.tasks`."""
     module = module or distribution.replace("-", "_")
     (site / f"{module}.py").write_text(source, encoding="utf-8")
     info = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
-    lines = [
-        "Metadata-Version: 2.1",
-        f"Name: {distribution}",
-        f"Version: {version}",
-        f"Summary: {distribution} sums up",
-    ]
-    lines += [f"Requires-Dist: {requirement}" for requirement in requires]
-    (info / "METADATA").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    about = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\nSummary: {distribution} sums up\n"
+    about += "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
+    (info / "METADATA").write_text(about, encoding="utf-8")
     (info / "entry_points.txt").write_text(f"[accel_sft.tasks]\n{entry_points}\n", encoding="utf-8")
 
 

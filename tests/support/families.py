@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+
+import pytest
+
+DAY = "2024-02-29"
+MODES = ("off", "template", "keep")
+"""Those of `--thinking`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A family's chat template.
-
-    Attributes:
-        special: the special tokens that it uses.
-        ends: the tokens that end an answer.
-        stop: the token that should be learnt as the end; "" for the first of `ends`.
-    """
+    """A family's chat template, and the special tokens that it uses."""
 
     template: str
     special: tuple[str, ...]
-    ends: tuple[str, ...]
-    stop: str = ""
+    ends: tuple[str, ...]  # the tokens that end an answer
+    stop: str = ""  # the token that should be learnt as the end; "" for the first of `ends`
 
     @property
     def learnt_end(self) -> str:
@@ -99,16 +100,6 @@ FAMILIES = {
         ("<eos>", "<end_of_turn>"),
         "<end_of_turn>",
     ),
-    "Gemma 3": Family(
-        "<bos>{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}"
-        "{% set rest = messages[1:] %}{% else %}{% set first, rest = '', messages %}{% endif %}"
-        "{% for m in rest %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
-        "{{ first if loop.first }}{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
-        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
-        ("<bos>", "<start_of_turn>", "<end_of_turn>", "<eos>"),
-        ("<eos>", "<end_of_turn>"),
-        "<end_of_turn>",
-    ),
     "Gemma 4": Family(
         "<bos>{% for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
         "{{ m.content | trim }}<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n"
@@ -141,27 +132,6 @@ FAMILIES = {
         ("<|im_start|>", "<image>", "<end_of_utterance>"),
         ("<end_of_utterance>",),
     ),
-    "SmolLM3": Family(
-        "<|im_start|>system\nToday Date: {{ strftime_now('%d %B %Y') }}\nReasoning Mode: "
-        "{{ '/think' if enable_thinking is not defined or enable_thinking else '/no_think' }}\n\n"
-        "{{ messages[0].content if messages[0].role == 'system' }}<|im_end|>\n"
-        "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
-        "{% elif m.role == 'assistant' %}<|im_start|>assistant\n"
-        "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n{% endif %}"
-        "{{ m.content.lstrip('\n') }}<|im_end|>\n{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n"
-        "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n{% endif %}{% endif %}",
-        CHATML,
-        ("<|im_end|>",),
-    ),
-    "EXAONE 4": Family(
-        "{% for m in messages %}[|{{ m.role }}|]\n{% if m.role == 'assistant' %}<think>\n\n</think>\n\n"
-        "{{ m.content.split('</think>')[-1].strip() }}{% else %}{{ m.content }}{% endif %}[|endofturn|]\n{% endfor %}"
-        "{% if add_generation_prompt %}[|assistant|]\n{% if enable_thinking is defined and enable_thinking %}<think>\n"
-        "{% else %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
-        ("[|system|]", "[|user|]", "[|assistant|]", "[|endofturn|]"),
-        ("[|endofturn|]",),
-    ),
     "Granite 3.3": Family(
         "{% if messages[0].role != 'system' %}<|start_of_role|>system<|end_of_role|>You are Granite.<|end_of_text|>\n"
         "{% endif %}{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}<|end_of_text|>\n"
@@ -172,3 +142,15 @@ FAMILIES = {
     ),
     "QwQ": _chatml("{{ m.content.split('</think>')[-1].lstrip('\n') }}", "<think>\n"),
 }
+NAMES = [pytest.param(name, marks=pytest.mark.long) if name in ("Llama 3.2", "QwQ") else name for name in FAMILIES]
+"""Those that are `long` do what others do, too."""
+
+
+def of_family(tokenizer, name):
+    """A tokenizer with the family's template and tokens, and the ids that end its answers."""
+    family, own = FAMILIES[name], copy.deepcopy(tokenizer)
+    own.add_tokens(list(family.special), special_tokens=True)
+    own.add_tokens(["<think>", "</think>", "\n\n"])  # two line breaks are one token, as in most vocabularies
+    own.eos_token = family.ends[0]
+    own.chat_template = family.template
+    return own, set(own.convert_tokens_to_ids(list(family.ends)))

@@ -17,30 +17,22 @@ MATH = ("math", "--train-examples", "200", "--validation-examples", "8", "--glob
 TASK = '''
 import random
 from dataclasses import dataclass
-from accel_sft import Task, option
+from accel_sft import option
+from accel_sft_math import Math
 
 @dataclass(kw_only=True)
-class Sums(Task):
+class Faulty(Math):
     """Sums, with a fault."""
-    main_metric = "right"
     fault: str = option("", help="Which.")
 
     def dataset(self, split):
-        numbers = list(range(20, 120) if split == "train" else range(120, 130))
-        if self.fault == "drawn":
-            random.shuffle(numbers)
-        return numbers
-
-    def messages(self, example):
-        return [{"role": "system", "content": "You answer sums."}, {"role": "user", "content": f"{example}="}]
-
-    def target(self, example):
-        return f"the answer is {example // 2} + {example - example // 2}"
+        rows = [*super().dataset(split)]
+        return random.sample(rows, len(rows)) if self.fault == "drawn" else rows
 
     def score(self, example, text):
-        if self.fault == "score":
-            assert text.startswith("the answer"), "no answer"
-        return {"right": float(self.fault != "strict" and text == self.target(example))}
+        scores = super().score(example, text)
+        assert self.fault != "score" or scores["format_rate"], "no answer"
+        return {**scores, "accuracy": 0.0} if self.fault == "strict" else scores
 '''
 UNUSED = """
 import torch
@@ -92,7 +84,7 @@ def model(*words, **generation):
 def task(fault, *words):
     def plant(folder):
         (folder / "sums.py").write_text(TASK)
-        return (str(folder / "sums.py"), "--fault", fault, "--global-batch-size", "32", *words)
+        return (str(folder / "sums.py"), "--fault", fault, *MATH[1:], *words)
 
     return plant
 
@@ -133,8 +125,6 @@ FAULTS = {
     "an adapter on a tied head": Fault("merge", "one of two tied layers", model(*LORA, "lm_head,q_proj")),
     # reported: unsloth #416, trl #1623
     "an end that a server does not stop at": Fault(
-        "generate",
-        "a server of the base goes on",
-        model("--adapter", "lora", eos_token_id=[0]),
+        "generate", "a server of the base goes on", model("--adapter", "lora", eos_token_id=[0])
     ),
 }

@@ -3,16 +3,9 @@
 from accel_sft.results.model_card import model_card
 
 BEFORE = {"accuracy": 0.0, "eval_loss": 4.5, "generate_seconds": 19.7, "generate_tokens_per_second": 20.3}
-
-
 AFTER = {"accuracy": 1.0, "eval_loss": 0.01, "generate_seconds": 29.55, "generate_tokens_per_second": 12.1}
-
-
 RESULT = {
-    "task": "math",
-    "model": "tiny",
-    "status": "finished",
-    "steps": 100,
+    **{"task": "math", "model": "tiny", "status": "finished", "steps": 100},
     "train_seconds": 61.5,
     "tokens_per_second": 12345.6,
     "peak_device_memory_gib": None,

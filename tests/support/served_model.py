@@ -16,58 +16,45 @@ from local_server import Handler
 
 @dataclass
 class Served:
-    """What is served, and how.
-
-    Attributes:
-        newer: whether the answer's length is limited by max_completion_tokens alone.
-        form: "vllm" or "llama" with their calls for tokens, or "plain" without, which tells no log-probabilities and
-            takes prompts as text only.
-        template: another chat template than the tokenizer's.
-        double_first: the prompt's first token stands there twice.
-        ends: whether an end-of-turn token ends an answer.
-        draws: whether tokens are drawn, whatever temperature it is sent, once the likeliest one would end the answer.
-        context: tokens of the prompt that are read, the last ones; None: all.
-        status: HTTP statuses of the next requests, before any is answered.
-        asked: path, headers and body of each request.
-    """
+    """What is served, and how."""
 
     model: Any
     tokenizer: Any
-    form: str = "vllm"
-    newer: bool = False
-    template: str | None = None
-    double_first: bool = False
-    ends: bool = True
-    draws: bool = False
-    context: int | None = None
+    form: str = "vllm"  # or "llama", or "plain": no calls for tokens, no log-probabilities, prompts as text only
+    newer: bool = False  # whether the answer's length is limited by max_completion_tokens alone
+    template: str | None = None  # another chat template than the tokenizer's
+    double_first: bool = False  # whether the prompt's first token stands there twice
+    ends: bool = True  # whether an end-of-turn token ends an answer
+    draws: bool = False  # whether tokens are drawn at any temperature, once the likeliest one would end the answer
+    context: int | None = None  # tokens of the prompt that are read, the last ones; None: all
     names: tuple[str, ...] = ("tuned",)
-    status: list[int] = field(default_factory=list)
-    asked: list[tuple[str, dict[str, str], dict[str, Any]]] = field(default_factory=list)
+    status: list[int] = field(default_factory=list)  # HTTP statuses of the next requests, before any is answered
+    asked: list[tuple[str, dict[str, str], dict[str, Any]]] = field(default_factory=list)  # path, headers and body
     lock: Any = field(default_factory=threading.Lock)
 
+    def text(self, messages: list[dict[str, Any]]) -> str:
+        how = {"tokenize": False, "add_generation_prompt": True, "chat_template": self.template}
+        return self.tokenizer.apply_chat_template(messages, **how)
+
+    def ids(self, text: str, special: bool = False) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=special)["input_ids"]
+
     def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
-        text = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, chat_template=self.template
-        )
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = self.ids(self.text(messages))
         return ids[:1] * self.double_first + ids
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        tokens = self.tokenizer
         if path == "/v1/models":
             return 200, {"data": [{"id": name} for name in self.names]}
         if path == "/tokenize" and self.form == "vllm":
             if "messages" in body:
                 return 200, {"tokens": self.prompt(body["messages"])}
-            return 200, {"tokens": tokens(body["prompt"], add_special_tokens=body["add_special_tokens"])["input_ids"]}
+            return 200, {"tokens": self.ids(body["prompt"], body["add_special_tokens"])}
         if path == "/tokenize" and self.form == "llama":
-            ids = tokens(body.get("content", ""), add_special_tokens=False)["input_ids"]
+            ids = self.ids(body.get("content", ""))
             return 200, {"tokens": ids[:1] * (self.double_first and bool(body.get("add_special"))) + ids}
         if path == "/apply-template" and self.form == "llama":
-            ids = tokens.apply_chat_template(
-                body["messages"], tokenize=False, add_generation_prompt=True, chat_template=self.template
-            )
-            return 200, {"prompt": ids}
+            return 200, {"prompt": self.text(body["messages"])}
         if path not in ("/v1/chat/completions", "/v1/completions"):
             return 404, {"error": {"message": "not found"}}
         if self.form == "plain" and "logprobs" in body:
@@ -79,14 +66,13 @@ class Served:
         if isinstance(prompt, list) and self.form == "plain":
             return 400, {"detail": "prompt must be a string."}
         if isinstance(prompt, str):
-            prompt = tokens(prompt, add_special_tokens=False)["input_ids"]
+            prompt = self.ids(prompt)
         with self.lock:
             return 200, self.completion(prompt or self.prompt(body["messages"]), body)
 
     def completion(self, prompt: list[int], body: dict[str, Any]) -> dict[str, Any]:
         read = prompt[-self.context :] if self.context else prompt
-        ids, known = [], []
-        ending = {self.tokenizer.eos_token_id}
+        ids, known, ending = [], [], {self.tokenizer.eos_token_id}
         finish, drawing = "length", False
         with torch.no_grad():
             while len(ids) < body["max_completion_tokens" if self.newer else "max_tokens"]:

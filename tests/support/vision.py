@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from architectures import HYBRID, SMALL
+from architectures import HYBRID, SECTIONS, SMALL
 from models import Sums
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, Gemma3ImageProcessorPil, Qwen2VLImageProcessorPil
@@ -34,31 +34,24 @@ _QWEN = {
     "video_token": "<|video_pad|>",
 }
 _GEMMA = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
-_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 _TEXT: dict[str, Any] = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "initializer_range": 0.3},
 }
 _EYES: dict[str, Any] = {"depth": 1, "num_heads": 4, "intermediate_size": 48, "patch_size": 4, "initializer_range": 0.3}
+_EYES |= {"hidden_size": 32}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "qwen2_vl": ({"rope_parameters": _SECTIONS}, {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}),
-    "qwen2_5_vl": (
-        {"rope_parameters": _SECTIONS},
-        {"hidden_size": 32, "out_hidden_size": 32, "fullatt_block_indexes": [0]},
-    ),
-    "qwen3_vl": (
-        {"rope_parameters": _SECTIONS},
-        {"hidden_size": 32, "out_hidden_size": 32, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
-    ),
+    "qwen2_vl": ({}, {"embed_dim": 32, "mlp_ratio": 2}),
+    "qwen2_5_vl": ({}, {"out_hidden_size": 32, "fullatt_block_indexes": [0]}),
+    "qwen3_vl": ({}, {"out_hidden_size": 32, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}),
     "qwen3_5": (
-        {"rope_parameters": _SECTIONS | {"partial_rotary_factor": 1.0}, "layer_types": HYBRID[:2]}
+        {"rope_parameters": SECTIONS | {"partial_rotary_factor": 1.0}, "layer_types": HYBRID[:2]}
         | {name: size for name, size in SMALL.items() if name.startswith("linear_")},
-        {"hidden_size": 32, "out_hidden_size": 32, "num_position_embeddings": 64},
+        {"out_hidden_size": 32, "num_position_embeddings": 64},
     ),
     "gemma3": (
         {"query_pre_attn_scalar": 8, "sliding_window": 512, "tie_word_embeddings": True},
-        {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 16}
-        | {"vision_use_head": False},  # as Gemma 3 is published
+        {"num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 16, "vision_use_head": False},  # as published
     ),
 }
 
@@ -78,7 +71,8 @@ def make(folder: Path, family: str, text: dict[str, Any] | None = None, eyes: di
         "IMAGE", named["boi_token"] if gemma else "<|vision_start|><|image_pad|><|vision_end|>"
     )
     small, large = FAMILIES[family], bool(eyes)
-    text, eyes = {**_TEXT, **small[0], **(text or {})}, {**_EYES, **small[1], **(eyes or {})}
+    rotary = {} if gemma else {"rope_parameters": SECTIONS}
+    text, eyes = {**_TEXT, **rotary, **small[0], **(text or {})}, {**_EYES, **small[1], **(eyes or {})}
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in named.items()}
     if gemma:
@@ -94,23 +88,17 @@ def make(folder: Path, family: str, text: dict[str, Any] | None = None, eyes: di
     )
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    write_processor(folder, family, named, eyes if large else None)
-    return folder
-
-
-def write_processor(folder: Path, family: str, named: dict[str, str], eyes: dict[str, Any] | None) -> None:
-    """Write the files from which AutoProcessor makes the family's processor; `eyes` are sizes of a larger tower."""
-    if family == "gemma3":
-        edge, tokens = (eyes["image_size"], 64) if eyes else (16, 4)
+    if gemma:  # the files from which AutoProcessor makes the family's processor
+        edge, tokens = (eyes["image_size"], 64) if large else (16, 4)
         Gemma3ImageProcessorPil(size={"height": edge, "width": edge}, image_seq_length=tokens).save_pretrained(folder)
         settings = {"processor_class": "Gemma3Processor", "image_seq_length": tokens}
         (folder / "processor_config.json").write_text(json.dumps(settings))
         path = folder / "tokenizer_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | named))
     else:
-        edges = {"shortest_edge": 256, "longest_edge": 2**20 if eyes else 4096}
-        patch = eyes["patch_size"] if eyes else 4
-        Qwen2VLImageProcessorPil(patch_size=patch, merge_size=2, size=edges).save_pretrained(folder)
+        edges = {"shortest_edge": 256, "longest_edge": 2**20 if large else 4096}
+        Qwen2VLImageProcessorPil(patch_size=eyes["patch_size"], merge_size=2, size=edges).save_pretrained(folder)
+    return folder
 
 
 @dataclass(kw_only=True)

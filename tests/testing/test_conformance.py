@@ -18,6 +18,7 @@ from accel_sft_math import Math
 from accel_sft_ner import Ner
 
 PAGE = ROOT / "docs/writing-a-task.md"
+ANSWERS = ("even", "odd")
 
 
 class TestMath(TaskConformance):
@@ -50,23 +51,16 @@ class Parity(Task):
         return [{"role": "user", "content": f"{example}?"}]
 
     def target(self, example):
-        return ("even", "odd")[example % 2]
+        return ANSWERS[example % 2]
 
     def score(self, example, text):
-        return {"accuracy": float(text == ("even", "odd")[example % 2])}
+        return {"accuracy": float(text == ANSWERS[example % 2])}
 
 
 def task_with(**methods):
     """Parity with other methods; a class of this module, so that other processes find it."""
     made = dataclasses.dataclass(kw_only=True)(type("Parity", (Parity,), methods))
     return made()
-
-
-class BySeedOfHashes(Parity):
-    """Its sets have another order in each process."""
-
-    def dataset(self, split):
-        return [int(word) for word in {str(n) for n in super().dataset(split)}]
 
 
 CALLS = itertools.count()
@@ -81,10 +75,7 @@ FAULTS = {
     "T301": ("test_no_prompt", {"dataset": lambda self, split: range(4)}),
     "T401": ("test_the_right_answer", {"aggregate": lambda self, scores: {}}),
     "T402": ("test_the_right_answer", {"score": lambda self, example, text: {"accuracy": 0.5}}),
-    "T403": (
-        "test_garbage",
-        {"score": lambda self, example, text: {"accuracy": (text == self.target(example)) / (text != "{")}},
-    ),
+    "T403": ("test_garbage", {"score": lambda self, example, text: {"accuracy": (text in ANSWERS) / (text != "{")}}),
     "T404": ("test_garbage", {"score": lambda self, example, text: {"accuracy": 1.0}}),
     "T405": ("test_garbage", {"score": lambda self, example, text: {"accuracy": 1.0, "of": {text}}}),
 }
@@ -104,9 +95,11 @@ def test_each_fault_is_found_by_its_code(code):
         holds(task_with(**methods), test)
 
 
-def test_data_that_differ_between_ranks_are_found():
-    with pytest.raises(AssertionError, match=r"^T205 "):
-        holds(BySeedOfHashes(), "test_two_ranks")
+class BySeedOfHashes(Parity):
+    """Its sets have another order in each process."""
+
+    def dataset(self, split):
+        return [int(word) for word in {str(n) for n in super().dataset(split)}]
 
 
 class Loud(Parity):
@@ -118,8 +111,10 @@ class Loud(Parity):
         return super().dataset(split)
 
 
-def test_a_task_may_print():
-    holds(Loud(), "test_two_ranks_get_the_same_examples")
+def test_a_task_may_print_and_not_differ_between_ranks():
+    holds(Loud(), "test_two_ranks")
+    with pytest.raises(AssertionError, match=r"^T205 "):
+        holds(BySeedOfHashes(), "test_two_ranks")
 
 
 def test_the_page_lists_every_code_and_a_test_fires_each():

@@ -98,14 +98,6 @@ def test_what_training_refuses_is_refused(check, site, model, tmp_path):
     assert (unmatched.status, launched.status) == (1, 1)
 
 
-@pytest.mark.parametrize(("code", "strict", "status"), [("D211", True, 0), ("D401", True, 1), ("D209", False, 1)])
-def test_exit_status_is_1_for_errors_and_strict_warnings(check, site, model, tmp_path, code, strict, status):
-    files, _ = planted.write(tmp_path, {"train": [fault for fault in planted.FAULTS["train"] if fault[0] == code]})
-    run = check(site, *files, *["--strict"] * strict, model=model)
-    assert run.status == status
-    assert f"{CODES[code].grade} {code}" in run.output
-
-
 @pytest.mark.parametrize(("truncation", "code", "grade"), [("right", "D302", "warning"), ("error", "D301", "error")])
 def test_rows_too_long_report_the_length_they_need(check, site, model, tmp_path, truncation, code, grade):
     long = [fault for fault in planted.FAULTS["train"] if fault[0] == "D301"]
@@ -154,14 +146,24 @@ def test_task_that_fails_on_every_row_is_an_error(check, tmp_path):
     assert "KeyError: 'question'" in findings["D201", "train"]["rows"][0]["detail"]
 
 
-def test_template_that_leaves_headers_to_the_model_is_a_finding(check, site, model, tmp_path):
-    files, _ = planted.write(tmp_path, {})
+def test_templates_without_header_or_prompt_are_found(check, site, model, tmp_path):
+    files, expected = planted.write(tmp_path, {"train": [("D309", planted.row("\u200b", "5"))]})
+    bare = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     without = planted.TEMPLATE.replace("{% if add_generation_prompt %}A: {% endif %}", "")
-    for template, codes in ((without, {"D215"}), (without.replace("A: ", " "), set())):
+    for template, codes in ((without, {"D215"}), (without.replace("A: ", " "), set()), (bare, {"D309"})):
         (tmp_path / "own.jinja").write_text(template)
         run = check(site, *files, "--json", "--chat-template", tmp_path / "own.jinja", model=model)
         assert places(report_of(run)).keys() == codes
-    assert run.status == 0
+    assert places(report_of(run)) == expected
+
+
+def test_template_that_takes_no_row_leaves_nothing_to_use(check, site, model, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    Path(files[1]).write_text(planted.row([{"role": "tool", "content": "5?"}], "5") + "\n")
+    report = report_of(check(site, *files, "--no-score", "--json", model=model))
+    errors = {(finding["code"], finding["count"]) for finding in report["findings"] if finding["grade"] == "error"}
+    assert errors == {("D202", 1), ("D307", 0)}
+    assert report["steps"] is None
 
 
 def test_the_model_must_know_every_token_and_position(check, site, tmp_path):
@@ -200,7 +202,7 @@ def parse("""
 
 
 def test_generated_rows_may_repeat_and_have_several_answers(called):
-    run = called("check", "math", "--json", "--train-examples", "3000", "--max-number", "900")
+    run = called("check", "math", "--json", "--strict", "--train-examples", "3000", "--max-number", "900")
     report = report_of(run)
     assert run.status == 0
     assert [(finding["code"], finding["grade"]) for finding in report["findings"]] == [("D401", "note")]
@@ -287,23 +289,6 @@ def test_rows_without_entities_are_perfect_and_allowed_leaks_found(called, tmp_p
     assert refused["D102"] == {f"{tmp_path}/train.jsonl:1"}, "the task's own reader refuses the leak"
 
 
-def test_template_that_takes_no_row_leaves_nothing_to_use(check, site, model, tmp_path):
-    files, _ = planted.write(tmp_path, {})
-    ask = [{"role": "system", "content": "Answer."}, {"role": "tool", "content": "5?"}]
-    Path(files[1]).write_text("".join(planted.row(ask, f"{n}") + "\n" for n in range(20)))
-    report = report_of(check(site, *files, "--no-score", "--json", model=model))
-    errors = {(finding["code"], finding["count"]) for finding in report["findings"] if finding["grade"] == "error"}
-    assert errors == {("D202", 20), ("D307", 0)}
-    assert report["steps"] is None
-
-
-def test_row_without_a_written_prompt_is_found(check, site, tmp_path):
-    bare = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    files, expected = planted.write(tmp_path, {"train": [("D309", planted.row("\u200b", "5"))]})
-    run = check(site, *files, "--json", model=planted.make_model(tmp_path / "bare", template=bare))
-    assert places(report_of(run)) == expected
-
-
 def test_each_answer_of_a_chat_is_looked_at(check, site, model, tmp_path):
     def chat(first, second="4", **more):
         turns = [("user", "What is 1 and 1?"), ("assistant", first), ("user", "And twice?"), ("assistant", second)]
@@ -335,16 +320,13 @@ SLIPS = {
     "a letter left out": ({"shipping": 120, "billing": 118, "shiping": 2}, ["shiping"]),
     "case and punctuation, however frequent": ({"billing": 50, "Billing.": 40}, ["Billing."]),
     "several words": ({"order status": 99, "order_status": 3, "Order  status": 2}, ["order_status", "Order  status"]),
-    "letters in another order": ({"negative": 60, "negtaive": 2}, ["negtaive"]),
     "an accent": ({"réclamation": 60, "reclamation": 4}, ["reclamation"]),
-    "beside a long answer": ({"billing": 90, "biling": 2, "x" * 500: 1}, ["biling"]),
     "Chinese": ({"物流": 90, "物流。": 2, "退货咨询": 90, "退款咨询": 2}, ["物流。"]),
     "opposites": ({"positive": 90, "negative": 2, "legal": 90, "illegal": 2, "safe": 90, "unsafe": 2}, []),
     "letters": ({"A": 90, "B": 2, "C": 90}, []),
     "short words": ({"cat": 90, "car": 80, "Iraq": 90, "Iran": 2}, []),
     "both frequent": ({"adapter": 90, "adopter": 80}, []),
     "numbers": ({"1": 90, "5": 2, "-1": 90, "10": 90, "100": 2, "1.5": 90, "15": 2}, []),
-    "numbers in words": ({"1 star": 90, "5 star": 2, "class 11": 90, "class 1": 2}, []),
     "signs": ({"C++": 90, "C": 2, "C#": 2, "👍": 90, "👎": 2, "★★★★★": 90, "★★★★": 2, "?": 90, "!": 2}, []),
     "texts": ({f"A text of number {number}": 1 for number in range(90)} | {"shipping": 90, "shiping": 2}, []),
 }
@@ -359,7 +341,7 @@ def test_rare_label_spelt_like_frequent_one_is_found(counts, misspelt):
     lines = labels.report(findings)
     rows = [row for finding in findings.placed({}) for row in finding.rows if finding.code == "D216"]
     assert [answers[row.index] for row in rows] == [label for label in answers if label in misspelt]
-    named = ", ".join(f"{label[:61]} {count}" for label, count in Counter(answers).most_common())
+    named = ", ".join(f"{label} {count}" for label, count in Counter(answers).most_common())
     assert lines == ([] if len(counts) > 90 else [f"{len(counts)} labels: {named}"])
     if misspelt:
         assert f"{misspelt[0]!r} stands {counts[misspelt[0]]} times, " in rows[0].detail

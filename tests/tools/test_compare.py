@@ -20,7 +20,6 @@ import pytest
 from click.testing import CliRunner
 from limits import wait_for
 from markupsafe import escape
-from rich.console import Console
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
@@ -43,12 +42,12 @@ FAULTY = '''
 import os, signal, time
 from dataclasses import dataclass
 from pathlib import Path
-from accel_sft import Task, option
+from accel_sft import option
+from accel_sft_math import Math
 
 @dataclass(kw_only=True)
-class Faulty(Task):
-    """Repeat the number, unless a fault comes first."""
-    main_metric = "accuracy"
+class Faulty(Math):
+    """Sums, unless a fault comes first."""
     api_key: str = option("", help="A secret.")
     fault: str = option("none", choices=("none", "killed", "memory", "raised", "held"), help="What happens.")
 
@@ -64,16 +63,7 @@ class Faulty(Task):
         if self.fault == "memory":
             import fake_memory
             fake_memory.Device(budget=1 << 20).__enter__()
-        return list(range(0, 40) if split == "train" else range(100, 104))
-
-    def messages(self, example):
-        return [{"role": "user", "content": str(example)}]
-
-    def target(self, example):
-        return str(example)
-
-    def score(self, example, text):
-        return {"accuracy": float(text == str(example))}
+        return super().dataset(split)[: 40 if split == "train" else 4]
 '''
 FAULTS = {"none": "complete", "killed": "killed", "memory": "out of memory", "raised": "failed"}
 RUN = ("--global-batch-size", "4", "--max-steps", "3", "--discard-steps", "1", "--output-dir", "compared")
@@ -376,15 +366,9 @@ def test_difference_below_spread_is_undecided_and_one_round_unknown(tmp_path):
 
 
 def test_disturbed_round_is_marked_and_its_times_dropped(tmp_path):
-    def printed():
-        text = io.StringIO()
-        Console(file=text, width=120).print(terminal_table(record))
-        return text.getvalue()
-
     rows = [of_launch("z0", (1000, 1010, 500)), of_launch("z2", (400, 410, 420))]
     record = made(tmp_path, ["launch"], rows)
     assert not any("disturbed" in line for line in record["findings"])
-    assert "*" not in printed()
     first, second = record["settings"]
     first["runs"][2]["disturbed"] = ["steps 2 to 9: other processes took 1.4 of 2 cores"]
     for run, low in zip(first["runs"], (0.40, 0.42, 0.44), strict=True):
@@ -396,7 +380,7 @@ def test_disturbed_round_is_marked_and_its_times_dropped(tmp_path):
     assert second["median"]["tokens_per_second"] == pytest.approx(410)
     assert first["median"]["metric_low"] == 0.42  # of all rounds, as the metric
     assert "z0, round 3 (*): disturbed, its times count only if the setting has no other round (steps 2 to 9: " in text
-    assert "z0 *" in printed()
+    assert [str(text) for text in terminal_table(record).columns[0].cells] == ["z0 *", "z2 *"]
     assert list(csv.DictReader(io.StringIO(as_csv(record))))[2]["disturbed"].startswith("steps 2 to 9")
     first["runs"][1]["disturbed"] = ["steps 2 to 9: other processes took 1.0 of 2 cores"]
     findings = summarised(record, tmp_path)["findings"]

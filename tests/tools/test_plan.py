@@ -6,7 +6,9 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
+import pynvml
 import pytest
 import torch
 from places import CONFIGS
@@ -27,6 +29,7 @@ from accel_sft.memory.states import least_bytes, placed
 from accel_sft.models.adapters import new_adapter
 from accel_sft.models.tiny import TINY_SHAPE, TINY_VOCABULARY, build_tiny
 from accel_sft.tools.plan import plans
+from accel_sft.tools.plan.command import _EVAL_ROWS
 from accel_sft.tools.plan.plans import GIB, PlannedMachine, machine
 from accel_sft.tools.plan.speed import Speed, speed
 from accel_sft.training import predicted
@@ -43,15 +46,12 @@ def config_of(family, **more):
     return AutoConfig.for_model(family, **{**SMALL, **MORE.get(family, {}), **more})
 
 
-def test_published_models_are_counted_exactly():
-    assert count(QWEN_14B).parameters == 14_770_033_664
-    assert count(QWEN_05B).parameters == 494_032_768
+def test_published_vision_model_is_counted_exactly():
     gemma = {"model_type": "gemma3", "text_config": {"hidden_size": 2560, "intermediate_size": 10240}}
     gemma["text_config"] |= {"num_hidden_layers": 34, "model_type": "gemma3_text"}
     gemma["vision_config"] = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27}
     gemma["vision_config"] |= {"num_attention_heads": 16, "patch_size": 14, "image_size": 896, "vision_use_head": False}
-    assert count(gemma).parameters == 4_300_079_472  # Gemma 3 4B
-    assert count(gemma).other == 419_816_304
+    assert (count(gemma).parameters, count(gemma).other) == (4_300_079_472, 419_816_304)  # Gemma 3 4B
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", *MORE])
@@ -140,33 +140,7 @@ def test_adapters_base_is_frozen_and_small_in_every_state():
     assert least_bytes(full)[0] == 14 * full.shape.parameters
 
 
-def test_what_users_measured_by_hand_is_met():
-    """Two 20 GB GPUs, full fine-tuning of 0.5B in bf16: 3.9 GB of host memory at stage 0, 13.3 GB at stage 2 with the
-    optimizer on the host, 13.7 to 15.6 GB at stage 3 with the parameters there too. DeepSpeed did not pin it by default
-    then."""
-    unpinned = {"zero_optimization": {f"offload_{what}": {"pin_memory": False} for what in ("optimizer", "param")}}
-
-    def estimated(name):
-        job = job_of(QWEN_05B, name, tokens=32 * 128, saves=False)
-        return closed_form.estimate(dataclasses.replace(job, launch=dataclasses.replace(job.launch, json=unpinned)))
-
-    estimates = {name: estimated(name) for name in ("z0", "z2_offload", "z3_offload")}
-    steps = {name: 2 * totals(estimate.host)["step"] / 1e9 for name, estimate in estimates.items()}
-    assert steps["z2_offload"] - steps["z0"] == pytest.approx(13.3 - 3.9, rel=0.15)
-    assert 13.7 - 3.9 <= 1.05 * (steps["z3_offload"] - steps["z0"]) <= 15.6 - 3.9
-    assert all(estimate.device_peak_bytes < 20e9 for estimate in estimates.values())
-
-
-def test_buckets_follow_the_hidden_size_where_json_says_auto():
-    shipped = job_of(QWEN_05B, "z3")
-    zero = {**shipped.launch.zero, "reduce_bucket_size": "auto"}
-    own = dataclasses.replace(shipped, launch=dataclasses.replace(shipped.launch, json={"zero_optimization": zero}))
-    assert [placed(job)[0].buffers for job in (own, shipped)] == [2 * 896**2, 2 * 5e8]
-
-
 def test_constants_that_stand_behind_torch_are_the_trainer_s():
-    from accel_sft.tools.plan.command import _EVAL_ROWS
-
     assert 4 * (1 + len(MOMENTS)) == closed_form.CHECKPOINT_BYTES
     assert _EVAL_ROWS == generate.FEWEST_ROWS
 
@@ -174,12 +148,12 @@ def test_constants_that_stand_behind_torch_are_the_trainer_s():
 def test_checkpointing_offload_and_sharding_save_memory_and_cost_time():
     plain, again = (job_of(QWEN_14B, "z3_offload", gradient_checkpointing=on) for on in (False, True))
     assert totals(closed_form.estimate(again).device)["step"] < totals(closed_form.estimate(plain).device)["step"] / 2
+    assert speed(again, 65536).seconds > speed(plain, 65536).seconds
     seconds = {name: speed(job_of(QWEN_14B, name), 65536).seconds for name in ("z2", "z2_offload", "z3", "z3_nvme")}
-    assert seconds["z2"] < seconds["z2_offload"] < seconds["z3_nvme"]
-    assert seconds["z2"] < seconds["z3"]
+    assert seconds["z2"] < min(seconds["z2_offload"], seconds["z3"])
+    assert seconds["z2_offload"] < seconds["z3_nvme"]
     on_cpu = [speed(job_of(QWEN_05B, name, device="cpu", tokens=1024), 1024).seconds for name in ("z2", "z2_offload")]
     assert on_cpu[0] == on_cpu[1]  # 0.92 of the speed was measured
-    assert speed(again, 65536).seconds > speed(plain, 65536).seconds
 
 
 def plan_of(name, machine, **more):
@@ -192,13 +166,9 @@ def test_the_largest_forward_is_the_last_that_fits():
     assert planned.fits
     for tokens, fits in ((planned.largest_tokens, True), (planned.largest_tokens + 1, False)):
         assert closed_form.estimate(plans.with_tokens(planned.job, tokens)).fits(16 * GIB, 500 * GIB) is fits
-
-
-def test_fewer_answers_at_once_before_a_launch_is_given_up():
-    machine = PlannedMachine(2, 24 * GIB, 180 * GIB)
-    planned = plan_of("z3_offload", machine, adapter="lora", gradient_checkpointing=True)
-    assert planned.fits
-    assert planned.more["eval_batch_size"] == planned.job.eval_rows < 64
+    lora = plan_of("z3_offload", PlannedMachine(2, 24 * GIB, 180 * GIB), adapter="lora", gradient_checkpointing=True)
+    assert lora.fits  # with fewer answers at once
+    assert lora.more["eval_batch_size"] == lora.job.eval_rows < 64
 
 
 LORA_7B = ("--adapter", "lora", "--gpus", "2", "--gpu-memory", "24", "--host-memory", "180")
@@ -345,25 +315,25 @@ def test_json_and_details_have_every_phase(plan):
 
 
 LITTLE_HOST = ("--model", "tiny", "--gpus", "8", "--gpu-memory", "80", "--host-memory", "1")
-REFUSED = {
-    "no such file": (("--launch", "z9"), "--launch z9: no such file, and no launch file of this name is shipped"),
-    "ema": (("--ema-decay", "0.999", "--launch", "z3_nvme"), "z3_offload.yaml"),
-    "nothing fits": (LITTLE_HOST, "No launch file fits. Try --micro-batch-size auto, a lower --max-length, a smaller"),
-    "not predicted": (("--launch", "z3_sp"), "memory under sequence parallelism is not predicted"),
-    "each has a problem": (("--launch", "z3_sp"), "No launch file is recommended: each has a problem"),
-}
 
 
-@pytest.mark.parametrize(("arguments", "said"), REFUSED.values(), ids=REFUSED)
-def test_plan_that_cannot_be_names_reason_and_way_out(plan, arguments, said):
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (("--launch", "z9"), ["--launch z9: no such file, and no launch file of this name is shipped"]),
+        (("--ema-decay", "0.999", "--launch", "z3_nvme"), ["z3_offload.yaml"]),
+        (LITTLE_HOST, ["No launch file fits. Try --micro-batch-size auto, a lower --max-length, a smaller"]),
+        (("--launch", "z3_sp"), ["sequence parallelism is not predicted", "No launch file is recommended: each has a"]),
+    ],
+)
+def test_plan_that_cannot_be_names_reason_and_way_out(plan, arguments, lines):
     done = plan(*arguments)
     output = " ".join(done.output.split())
     assert done.status != 0
-    assert said in output
-    assert "Traceback" not in output
+    assert [line for line in (*lines, "Traceback") if line not in output] == ["Traceback"]
 
 
-def test_gpus_of_unknown_memory_are_asked_for(models, monkeypatch):
+def test_gpus_of_unknown_memory_are_asked_for(monkeypatch):
     monkeypatch.setattr("accel_sft.tools.plan.plans.nvidia_gpus", lambda: (None, []))
     with pytest.raises(UserError, match="--gpu-memory: give the GiB of one GPU"):
         machine(2, None, 64)
@@ -381,16 +351,12 @@ def test_gpus_of_unknown_memory_are_asked_for(models, monkeypatch):
 
 
 def test_gpu_sharing_host_memory_is_planned_by_given_size(monkeypatch):
-    import pynvml
-
-    def refuses(handle):
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
     answers = {"Init": None, "Shutdown": None, "SystemGetDriverVersion": "580.1", "DeviceGetHandleByIndex": 0}
     answers |= {"DeviceGetName": "NVIDIA GB10", "DeviceGetCount": 1, "DeviceGetCudaComputeCapability": (12, 1)}
+    answers["DeviceGetMemoryInfo"] = itertools.repeat(pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED))
     for name, answer in answers.items():
-        monkeypatch.setattr(pynvml, f"nvml{name}", lambda *_, answer=answer: answer)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", refuses)
+        asked = {"side_effect": answer} if name == "DeviceGetMemoryInfo" else {"return_value": answer}
+        monkeypatch.setattr(f"pynvml.nvml{name}", mock.Mock(**asked))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(UserError, match="as the driver does not tell that of NVIDIA GB10"):
         machine(None, None, 64)
@@ -501,13 +467,22 @@ def test_averages_are_counted_where_the_optimizer_steps(name, place, share):
             assert parts["optimizer"] - getattr(before, where)[phase]["optimizer"] == pytest.approx(held)
 
 
-@pytest.mark.parametrize("ratio", ["half", 2])
-def test_impossible_offload_ratio_is_the_launchs_problem(ratio):
-    job = job_of(QWEN_05B, "z3_twin_flow")
-    zero = {**job.launch.zero, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
-    job = dataclasses.replace(job, launch=dataclasses.replace(job.launch, json={"zero_optimization": zero}))
-    planned = plans.plan("z3_twin_flow", Path("z3.yaml"), job, PlannedMachine(2, 80 * GIB, 200 * GIB), 2048)
-    assert planned.problem == "its offload_optimizer ratio is no number from 0 to 1"
+def with_key(job, key, value):
+    """The job under a DeepSpeed JSON of its own, which has a value at a key of `zero_optimization`."""
+    zero = json.loads(json.dumps(job.launch.zero))
+    section, _, last = key.rpartition(".")
+    (zero[section] if section else zero)[last] = value
+    return dataclasses.replace(job, launch=dataclasses.replace(job.launch, json={"zero_optimization": zero}))
+
+
+def test_values_of_json_are_counted_or_the_launchs_problem():
+    shipped = job_of(QWEN_05B, "z3")
+    automatic = with_key(shipped, "reduce_bucket_size", "auto")  # by the hidden size
+    assert [placed(job)[0].buffers for job in (automatic, shipped)] == [2 * 896**2, 2 * 5e8]
+    for ratio in ("half", 2):
+        job = with_key(job_of(QWEN_05B, "z3_twin_flow"), "offload_optimizer", {"device": "cpu", "ratio": ratio})
+        planned = plans.plan("z3_twin_flow", Path("z3.yaml"), job, PlannedMachine(2, 80 * GIB, 200 * GIB), 2048)
+        assert planned.problem == "its offload_optimizer ratio is no number from 0 to 1"
 
 
 def test_the_page_of_zero_keys_says_what_plan_counts():
@@ -516,10 +491,7 @@ def test_the_page_of_zero_keys_says_what_plan_counts():
     assert len(rows) == 9
     for name, key, value, gpu, host in rows:
         shipped = job_of(QWEN_7B, name, 8, tokens=4096, supervised_tokens=4096)
-        zero = json.loads(json.dumps(shipped.launch.zero))
-        section, _, last = key.rpartition(".")
-        (zero[section] if section else zero)[last] = json.loads(value.strip("`"))
-        own = dataclasses.replace(shipped, launch=dataclasses.replace(shipped.launch, json={"zero_optimization": zero}))
+        own = with_key(shipped, key, json.loads(value.strip("`")))
         before, after = closed_form.estimate(shipped), closed_form.estimate(own)
         assert float(gpu) == round((after.device_peak_bytes - before.device_peak_bytes) / GIB, 2), key
         assert float(host) == round((after.host_peak_bytes - before.host_peak_bytes) / GIB, 2), key

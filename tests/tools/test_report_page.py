@@ -61,22 +61,17 @@ class Elements(HTMLParser):
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.tags, self.scripts, self.text, self._inside = [], [], [], ""
+        self.tags, self.scripts, self.text = [], [], []
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
-        self._inside = tag
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_endtag(self, tag):
-        self._inside = ""
+        self.scripts += [""] * (tag == "script")
 
     def handle_data(self, data):
-        if self._inside == "script":
+        if self.cdata_elem == "script":
             self.scripts[-1] += data
-        elif self._inside != "style":
+        elif self.cdata_elem != "style":
             self.text.append(data)
 
     def prose(self) -> str:
@@ -167,16 +162,20 @@ def test_killed_and_training_runs_are_shown_so_far(two, tmp_path):
     finally:
         os.close(descriptor)
     assert "no process here works in its folder: it was killed" in elements_of(tmp_path, killed).prose()
+    (killed / "result.json").write_text('{"status": "failed", "error": "the disk is full; free space"}')
+    assert "failed: the disk is full; free space" in elements_of(tmp_path, killed).prose()
+    (killed / "result.json").write_text('{"status": "interrupted", "error": "SIGTERM"}')
+    assert read_run(killed, "stopped").status == "stopped"
 
 
-@pytest.mark.parametrize("file", ["run.json", "result.json"])
-def test_half_written_file_is_named_and_the_rest_shown(two, tmp_path, file):
+def test_half_written_files_are_named_and_the_rest_shown(two, tmp_path):
     broken = copy(two[0], tmp_path / "broken")
-    text = (broken / file).read_text()
-    (broken / file).write_text(text[: len(text) // 2])
+    for file in (broken / "run.json", broken / "result.json"):
+        file.write_text(file.read_text()[: file.stat().st_size // 2])
     run = read_run(broken, "broken")
     assert len(run.steps) == 6
-    assert any(line.startswith(f"{file} cannot be read") and "half-written" in line for line in run.notes)
+    assert [line.partition(" cannot be read")[0] for line in run.notes] == ["run.json", "result.json"]
+    assert all("half-written" in line for line in run.notes)
     page_of(tmp_path, broken)
 
 
@@ -195,15 +194,6 @@ def test_endless_files_are_named_unread(two, tmp_path):
 def test_run_with_one_evaluation_shows_no_change(tmp_path, step, cell):
     write_json_lines(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 2.0}, {"step": step, "accuracy": 0.5}])
     assert tables.scores([read_run(tmp_path, "run")])["rows"] == [("accuracy", [cell])]
-
-
-def test_why_a_run_failed_is_on_the_page(two, tmp_path):
-    failed = copy(two[0], tmp_path / "failed")
-    (failed / "result.json").write_text('{"status": "failed", "error": "the disk is full; free space"}')
-    stopped = copy(two[0], tmp_path / "stopped")
-    (stopped / "result.json").write_text('{"status": "interrupted", "error": "SIGTERM"}')
-    assert "failed: the disk is full; free space" in elements_of(tmp_path, failed, stopped).prose()
-    assert read_run(stopped, "stopped").status == "stopped"
 
 
 def test_what_is_no_run_is_refused_in_a_line(two, tmp_path):
@@ -324,7 +314,6 @@ def test_thinned_curves_keep_their_ends_and_every_extreme(values, most):
 def comparison(two, tmp_path) -> Path:
     """The record of a comparison of two settings, one of which ran out of memory."""
     folder = tmp_path / "stages"
-    (folder / "runs").mkdir(parents=True)
     copy(two[0], folder / "runs" / "z0-1")
     numbers = {"tokens_per_second": 100.0, "median_step_seconds": 0.5, "peak_host_memory_gib": 2.0}
     done = {"round": 1, "status": "complete", "reason": "", "folder": "runs/z0-1", "step_seconds": [0.5, 0.6]}

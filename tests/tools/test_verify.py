@@ -39,9 +39,6 @@ TASK = '''
 from dataclasses import dataclass
 from accel_sft import Task, option, read_rows
 
-def parse(row):
-    return row["a"], row["b"]
-
 @dataclass(kw_only=True)
 class Sums(Task):
     """Add two numbers."""
@@ -49,14 +46,14 @@ class Sums(Task):
     train_file: str = option(help="Rows.", rows=True)
 
     def dataset(self, split):
-        rows = read_rows(self.train_file, parse)
+        rows = read_rows(self.train_file, dict)
         return rows[:30] if split == "train" else rows[30:]
 
     def messages(self, example):
-        return [{"role": "user", "content": f"{example[0]}+{example[1]}="}]
+        return [{"role": "user", "content": f"{example['a']}+{example['b']}="}]
 
     def target(self, example):
-        return str(sum(example))
+        return str(example["a"] + example["b"])
 
     def score(self, example, text):
         return {"accuracy": float(text == self.target(example))}
@@ -157,7 +154,7 @@ row = on(edit_text, "../rows.jsonl", '"a": 3,', '"a": 4,')
 LINES = "metrics.jsonl: lines"
 TAMPERINGS = [
     (row, "rows.jsonl: its content is another"),
-    (on(edit_text, "../sums.py", "{example[0]}+", "{example[1]}+"), "sums.py is not what the run was made with"),
+    (on(edit_text, "../sums.py", "['a']}+", "['b']}+"), "sums.py is not what the run was made with"),
     (on(edit_record, config__learning_rate=None), "run.json: its records cannot be understood (AssertionError"),
     (agreeing(on(both, "learning_rate", 0.5)), "step 1 was made at the rate"),
     (on(both, "seed", 6), "step-000006: written with other settings than run.json"),
@@ -198,7 +195,7 @@ def test_other_software_than_the_runs_is_found(honest, monkeypatch):
     assert any("torch" in line and "here 9.9" in line for line in differences(honest, "open"))
 
 
-def test_installed_task_is_held_to_its_files_and_their_imports(honest):
+def test_installed_task_is_held_to_its_files_and_their_imports(honest, monkeypatch):
     mine = task_record(Chat)
     assert mine["task_libraries"].keys() == {"regex", "sacrebleu"}
 
@@ -214,13 +211,9 @@ def test_installed_task_is_held_to_its_files_and_their_imports(honest):
     assert findings("differs", **older) == []
     (line,) = findings("open", **older)
     assert line.startswith("task: what it imports: sacrebleu 1.0, here ")
-
-
-def test_a_task_whose_library_is_missing_is_not_called_changed(honest, monkeypatch):
-    edit_json(honest.record, task="chat", task_file=None, **task_record(Chat))
     monkeypatch.setattr(fingerprint, "_distributions", dict)
-    assert not [line for line in differences(honest) if line.startswith("task:")]
-    assert "task: a library that it imports is not installed here" in "".join(differences(honest, "open"))
+    assert findings("differs") == []
+    assert "task: a library that it imports is not installed here" in "".join(findings("open"))
 
 
 def lower_loss(lines):
