@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import copy
 import dataclasses
@@ -68,13 +67,8 @@ def two_ranks(tokenizer, monkeypatch):
         return mine[0] + mine[1]
 
     monkeypatch.setattr(collectives, "gather_object", gather)
-    parsing, parse = threading.Lock(), ast.parse
-
-    def one_at_a_time(*given):
-        with parsing:
-            return parse(*given)
-
-    monkeypatch.setattr(ast, "parse", one_at_a_time)  # Python 3.11 counts the depth of all threads' trees together
+    # else every row may be read first; and Python 3.11 parses in one thread only
+    monkeypatch.setattr(tokenization, "code_fingerprint", lambda *values: "known")
 
     def run(*rows, task=None):
         def encoded(number):
@@ -121,9 +115,7 @@ TURNS = [{"role": "user", "content": "5="}]
         ((TURNS, "6"), "gave something else the second time"),
     ],
 )
-def test_difference_of_a_task_between_ranks_is_refused_everywhere(two_ranks, monkeypatch, nonsense, message):
-    # else every row is read first, and ranks differ
-    monkeypatch.setattr(tokenization, "code_fingerprint", lambda *values: "known")
+def test_difference_of_a_task_between_ranks_is_refused_everywhere(two_ranks, nonsense, message):
     good = [(TURNS, "5")] * 4
     for bad in (Named([*good[1:], nonsense]), Named([nonsense, *good[1:]])):  # in rank 1's share, and in rank 0's
         first, second = two_ranks(Named(good), bad, task=Given())
@@ -368,7 +360,7 @@ def test_without_a_home_folder_nothing_is_kept(monkeypatch, tmp_path):
 
 def test_entry_unused_for_long_is_removed(tokenizer, own_cache):
     encoder(tokenizer)(EXAMPLES, "train")
-    used = encoder(tokenizer)(EXAMPLES[1:], "train")
+    encoder(tokenizer)(EXAMPLES[1:], "train")
     unused, reused = sorted((own_cache / KIND).iterdir(), key=lambda path: path.stat().st_mtime_ns)
     long_ago = time.time() - (cache.UNUSED_DAYS + 1) * 86400
     for path in (unused, reused):
@@ -378,7 +370,3 @@ def test_entry_unused_for_long_is_removed(tokenizer, own_cache):
     encoder(tokenizer)(EXAMPLES[2:], "train")
     assert (unused.exists(), reused.exists()) == (False, True)
     assert len(entries(own_cache)) == 2
-    os.utime(reused, (long_ago, long_ago))
-    encoder(tokenizer)(EXAMPLES[3:], "train")
-    assert not reused.exists()
-    assert len(list(used.kept)) == len(EXAMPLES) - 1  # a run that had it open keeps it

@@ -7,7 +7,7 @@ import types
 
 
 class Nvml:
-    """Stands for the module `pynvml`; an answer of None is "Not Supported", as NVML says of a MIG slice."""
+    """Stands for the module `pynvml`; an answer of None is "Not Supported", as of a MIG slice, an error is raised."""
 
     NVML_CLOCK_SM = NVML_GPU_UTILIZATION_SAMPLES = 1
 
@@ -17,8 +17,15 @@ class Nvml:
     class NVMLError_NotSupported(NVMLError):
         pass
 
+    class NVMLError_LibraryNotFound(NVMLError):
+        pass
+
     def __init__(self, **answers):
         self.answers = {
+            **{"Init": 0, "Shutdown": 0, "SystemGetDriverVersion": "580.65.06", "SystemGetCudaDriverVersion_v2": 13000},
+            **{"Count": 1, "HandleByIndex": 0, "Name": "NVIDIA H100", "CudaComputeCapability": (9, 0)},
+            "MemoryInfo": types.SimpleNamespace(total=80 * 2**30, used=2**24),
+            "UtilizationRates": types.SimpleNamespace(gpu=7),
             "ClockInfo": 1700,
             "MaxClockInfo": 1980,
             "CurrentClocksEventReasons": 0,
@@ -31,11 +38,13 @@ class Nvml:
         }
 
     def __getattr__(self, name):
-        if not name.startswith("nvmlDeviceGet"):
+        if not name.startswith("nvml"):
             raise AttributeError(name)
-        answer = self.answers[name.removeprefix("nvmlDeviceGet")]
+        answer = self.answers[name.removeprefix("nvml").removeprefix("DeviceGet")]
 
-        def ask(handle, *kind):
+        def ask(*arguments):
+            if isinstance(answer, Exception):
+                raise answer
             if answer is None:
                 raise self.NVMLError_NotSupported("Not Supported")
             if isinstance(answer, dict):

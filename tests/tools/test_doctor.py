@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -13,10 +12,10 @@ import sys
 import threading
 import types
 from pathlib import Path
-from unittest import mock
 
 import psutil
 import pytest
+from fake_nvml import Nvml
 from fake_plugins import accel_sft, install
 from limits import limit
 
@@ -233,27 +232,19 @@ def test_copies_are_timed_both_ways(monkeypatch):
 
 
 def test_the_driver_is_asked_by_nvml(monkeypatch, tmp_path):
-    import pynvml
-
-    def told(**other):
-        """What the script tells of a driver whose NVML answers so; an error is raised."""
-        answers = {"Init": None, "SystemGetDriverVersion": "580.65.06", "SystemGetCudaDriverVersion_v2": 13000}
-        answers |= {"DeviceGetCount": 1, "DeviceGetHandleByIndex": 0, "DeviceGetName": "NVIDIA H100"}
-        answers["DeviceGetMemoryInfo"] = types.SimpleNamespace(total=80 * 2**30, used=2**24)
-        answers["DeviceGetUtilizationRates"] = types.SimpleNamespace(gpu=7)
-        for name, answer in (answers | other).items():
-            monkeypatch.setattr(f"pynvml.nvml{name}", mock.Mock(side_effect=itertools.repeat(answer)))
+    def told(**answers):
+        """What the script tells of a driver whose NVML answers so."""
         facts = {}
+        monkeypatch.setitem(sys.modules, "pynvml", Nvml(**answers))
         monkeypatch.setattr(torch_script, "tell", facts.update)
         torch_script._driver()
         return facts
 
     assert told() == DRIVER | {"driver_gpus": {"0": GPU | {"busy": 7}}}
-    refused = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-    sliced = told(DeviceGetMemoryInfo=refused, DeviceGetUtilizationRates=refused)
+    sliced = told(MemoryInfo=None, UtilizationRates=None)
     assert sliced["driver_gpus"] == {"0": {"name": "NVIDIA H100"}}
-    missing = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-    for file, failure in (("nvidiactl", {}), (".", {"driver_failure": str(missing)})):  # the second is there
+    missing = Nvml.NVMLError_LibraryNotFound("no library")
+    for file, failure in (("nvidiactl", {}), (".", {"driver_failure": "no library"})):  # the second is there
         monkeypatch.setattr(torch_script, "NVIDIA", tmp_path / file)
         assert told(Init=missing) == failure
 

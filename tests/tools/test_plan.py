@@ -4,13 +4,13 @@ import dataclasses
 import itertools
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
-import pynvml
 import pytest
 import torch
+from fake_nvml import Nvml
 from places import CONFIGS
 from planned import LLAMA_8B, QWEN_05B, QWEN_7B, QWEN_14B, count, job_of
 from reference_job import JOB, layout
@@ -351,12 +351,7 @@ def test_gpus_of_unknown_memory_are_asked_for(monkeypatch):
 
 
 def test_gpu_sharing_host_memory_is_planned_by_given_size(monkeypatch):
-    answers = {"Init": None, "Shutdown": None, "SystemGetDriverVersion": "580.1", "DeviceGetHandleByIndex": 0}
-    answers |= {"DeviceGetName": "NVIDIA GB10", "DeviceGetCount": 1, "DeviceGetCudaComputeCapability": (12, 1)}
-    answers["DeviceGetMemoryInfo"] = itertools.repeat(pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED))
-    for name, answer in answers.items():
-        asked = {"side_effect": answer} if name == "DeviceGetMemoryInfo" else {"return_value": answer}
-        monkeypatch.setattr(f"pynvml.nvml{name}", mock.Mock(**asked))
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(Name="NVIDIA GB10", MemoryInfo=None))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(UserError, match="as the driver does not tell that of NVIDIA GB10"):
         machine(None, None, 64)
