@@ -126,5 +126,5 @@ def dated(template: str, day: str | None) -> str:
 
 def _has_python_arguments(turns: Turns, text: str) -> bool:
     """Whether a template wrote a call's arguments, an object, as Python's repr; it may expect them as JSON text."""
-    functions = (call["function"] for turn in turns for call in turn.get("tool_calls", ()))
-    return any(function["arguments"] and str(function["arguments"]) in text for function in functions)
+    every = (call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ()))
+    return any(str(arguments) in text and str(arguments) != json.dumps(arguments) for arguments in every)

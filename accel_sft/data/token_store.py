@@ -200,19 +200,14 @@ def _row(row: Encoded) -> tuple[Any, ...]:
 
 
 def merge(parts: Sequence[Path], folder: Path) -> str:
-    """Write all parts, in order, into one folder's files; return its `fingerprint_of`, which does not depend on how the
-    rows were divided."""
+    """Write all parts, in order, into one folder's files; return a SHA-256 of the rows: tokens, which of them are
+    supervised, and images. It does not depend on how the rows were divided."""
     for name in FILES:
         with (folder / name).open("wb") as merged:
             for part in parts:
                 with (part / name).open("rb") as file:
                     shutil.copyfileobj(file, merged)
                 heartbeat()
-    return fingerprint_of(folder)
-
-
-def fingerprint_of(folder: Path) -> str:
-    """Return a SHA-256 of the rows that `merge` wrote: tokens, which of them are supervised, and images."""
     rows = np.fromfile(folder / ROWS, _ROW)
     digests = [*_sha256s(rows["prompt"], rows["tokens"]), _sha256_of(folder / IDS)]
     if rows["earlier"].any():

@@ -106,8 +106,11 @@ def located(stream: BinaryIO, name: str) -> Iterator[Located]:
         text = decoded(raw, name, line, begin)
         text = text.removeprefix("\ufeff")  # of a file that was joined to another
         if is_first and text.strip() == "{":
-            yield Located(ValueError("an object over several lines; one line for each row: jq -c . FILE > NEW"), line)
-            return
+            if stream.readline(MAX_ROW_BYTES).lstrip().startswith(b'"'):
+                problem = ValueError("an object over several lines; one line for each row: jq -c . FILE > NEW")
+                yield Located(problem, line)
+                return
+            stream.seek(begin + len(raw))
         if text.strip():
             yield Located(_decoded(text.removesuffix("\n")), line, raw, begin)
             is_first = False

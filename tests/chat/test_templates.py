@@ -14,7 +14,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from accel_sft import UserError
 from accel_sft.chat.answer_text import AnswerText
 from accel_sft.chat.conversation import Conversation
-from accel_sft.chat.form import HEADER_LEARNT
 from accel_sft.chat.rendering import Rendering
 
 TURNS = (
@@ -84,19 +83,6 @@ def learnt(tokenizer, examples):
     return [example.input_ids[example.prompt_length :] for example in encoded(tokenizer, examples)]
 
 
-def test_template_without_a_generation_prompt_is_warned_of_with_fix(tokenizer):
-    def warnings(template):
-        notes = encoding(tokenizer_with(tokenizer, template), ["odd"]).notes
-        return [note for note in notes if note.startswith(HEADER_LEARNT)]
-
-    bare = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    (warning,) = warnings(bare)
-    assert r'learns to write "<|im_start|>assistant\n"; end the template with' in warning
-    assert warnings(bare + re.search("{% if .*", warning)[0]) == []
-    headless = "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}<|im_end|>{% endif %}"
-    assert warnings(f"{{% for m in messages %}}{headless}{{% endfor %}}") == []
-
-
 @pytest.mark.parametrize("assistant", SOUND.values(), ids=SOUND)
 def test_answers_are_scored_without_what_surrounds_them(tokenizer, assistant):
     own = with_template(tokenizer, assistant)
@@ -128,43 +114,27 @@ def test_tokenizer_that_decodes_blanks_behind_tokens_confuses_no_answers():
         assert AnswerText(Rendering(tokenizer))(chat, ids) == scored
 
 
-@pytest.mark.parametrize("name", ["an empty thinking block", "an element"])
-@pytest.mark.parametrize(
-    ("generated", "text"),
-    [
-        ("<think>\nIs it odd? Yes.\n</think>\n\nodd<|im_end|>", "odd"),
-        ("<think>\n</think>odd<|im_end|>", "odd"),
-        ("<think>it ends</think>\n\nodd </think> even", "odd </think> even"),
-        ("<think>\nIs it odd? It is od", ""),
-        ("<think><|im_end|>", ""),
-        ("odd<|im_end|>", "odd"),
-        ("<|im_end|>", ""),
-    ],
-)
-def test_thinking_is_not_scored(tokenizer, name, generated, text):
-    own = with_template(tokenizer, SOUND[name])
-    (sample,) = scored(own, ["odd"], [generated]).samples
-    assert (sample["generated"], sample["scores"]) == (text, {"right": float(text == "odd")})
+EMPTY, END, CHANNEL = "an empty thinking block", "the end of a block only", "a channel"
+GENERATED = [
+    (EMPTY, "<think>\nIs it odd? Yes.\n</think>\n\nodd<|im_end|>", "odd"),
+    ("an element", "<think>\n</think>odd<|im_end|>", "odd"),
+    (EMPTY, "<think>it ends</think>\n\nodd </think> even", "odd </think> even"),
+    ("an element", "<think>\nIs it odd? It is od", ""),
+    (EMPTY, "<think><|im_end|>", ""),
+    ("an element", "odd<|im_end|>", "odd"),
+    (EMPTY, "<|im_end|>", ""),
+    (CHANNEL, "<|channel|>analysis<|message|>odd?<|end|><|start|>assistant<|channel|>final<|message|>odd", "odd"),
+    (CHANNEL, "<|channel|>analysis<|message|>odd?<|im_end|>", ""),
+    (CHANNEL, "final odd<|im_end|>", "final odd"),
+    (END, "\nSo?\n</think>\n\nodd<|im_end|>", "odd"),
+    (END, "\nSo? It is od", ""),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "generated", "text"),
-    [
-        (
-            "a channel",
-            "<|channel|>analysis<|message|>odd?<|end|><|start|>assistant<|channel|>final<|message|>odd<|im_end|>",
-            "odd",
-        ),
-        ("a channel", "<|channel|>analysis<|message|>odd?<|im_end|>", ""),
-        ("a channel", "final odd<|im_end|>", "final odd"),
-        ("the end of a block only", "\nSo?\n</think>\n\nodd<|im_end|>", "odd"),
-        ("the end of a block only", "\nSo? It is od", ""),
-        ("the end of a block only", "\n</think>odd", "odd"),
-    ],
-)
-def test_other_channels_and_opened_blocks_are_not_scored(tokenizer, name, generated, text):
+@pytest.mark.parametrize(("name", "generated", "text"), GENERATED)
+def test_thinking_and_other_channels_are_not_scored(tokenizer, name, generated, text):
     (sample,) = scored(with_template(tokenizer, SOUND[name]), ["odd"], [generated]).samples
-    assert sample["generated"] == text
+    assert (sample["generated"], sample["scores"]) == (text, {"right": float(text == "odd")})
 
 
 def test_thinking_that_is_the_tasks_own_is_scored(tokenizer):

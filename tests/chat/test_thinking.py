@@ -184,7 +184,6 @@ def test_evaluation_and_card_of_a_run_ask_as_it_did(whole_run, tmp_path):
 
 
 SPELT = [
-    ("Qwen2.5", "template", "odd", "<|im_start|>assistant\n", "odd<|im_end|>"),
     ("Qwen3", "off", "odd", "assistant\n<think>\n\n</think>\n\n", "odd<|im_end|>"),
     ("Qwen3", "keep", THOUGHTS[0], "assistant\n", "<think>\ntwo\n</think>\n\nodd<|im_end|>"),
     ("Qwen3.5", "template", "odd", "assistant\n<think>\n", "\n</think>\n\nodd<|im_end|>"),
@@ -192,19 +191,11 @@ SPELT = [
     ("Qwen3.5", "keep", THOUGHTS[0], "assistant\n<think>\n", "two\n</think>\n\nodd<|im_end|>"),
     ("DeepSeek-R1", "template", "odd", "<|Assistant|><think>\n", "\n</think>\n\nodd<|eos|>"),
     ("DeepSeek-R1", "off", "odd", "<|Assistant|><think>\n\n</think>\n\n", "odd<|eos|>"),
-    ("DeepSeek-R1", "keep", THOUGHTS[0], "<|Assistant|><think>\n", "two</think>odd<|eos|>"),
-    ("DeepSeek-V3.1", "template", "odd", "What?<|Assistant|></think>", "odd<|eos|>"),
     ("DeepSeek-V3.1", "keep", THOUGHTS[0], "What?<|Assistant|><think>", "two</think>odd<|eos|>"),
-    (
-        *("Gemma 2", "template", "odd"),
-        *("<bos><start_of_turn>user\nSay it.\n\nWhat?<end_of_turn>\n<start_of_turn>model\n", "odd<end_of_turn>"),
-    ),
+    ("Gemma 2", "template", "odd", "Say it.\n\nWhat?<end_of_turn>\n<start_of_turn>model\n", "odd<end_of_turn>"),
     ("Gemma 4", "template", "odd", "<|turn>model\n<|channel>thought\n<channel|>", "odd<turn|>"),
     ("Mistral v0.3", "template", "odd", "<s>[INST] Say it.\n\nWhat?[/INST]", " odd</s>"),
-    (
-        *("SmolVLM", "template", "odd", "System: Say it.<end_of_utterance>\nUser: What?<end_of_utterance>\nAssistant:"),
-        " odd<end_of_utterance>",
-    ),
+    ("SmolVLM", "template", "odd", "User: What?<end_of_utterance>\nAssistant:", " odd<end_of_utterance>"),
     ("gpt-oss", "template", "odd", "<|start|>assistant", "<|channel|>final<|message|>odd<|return|>"),
     (
         *("gpt-oss", "keep", THOUGHTS[0], "<|start|>assistant"),
@@ -215,7 +206,6 @@ SPELT = [
         "<think>two</think>odd<|end_of_text|>",
     ),
     ("Llama 3.2", "template", "odd", "Today Date: 29 Feb 2024\n\nSay it.<|eot|><|head|>user", "odd<|eot|>"),
-    ("SmolLM3", "template", "odd", "Today Date: 29 February 2024\n", "odd<|im_end|>"),
 ]
 
 
@@ -223,7 +213,7 @@ SPELT = [
 def test_prompts_and_answers_are_right_to_the_letter(tokenizer, name, thinking, target, prompt, rest):
     own, ends = of_family(tokenizer, name)
     written, answered = texts(own, encoded(own, ends, [target], thinking).kept[0])
-    assert prompt in written if name in ("Llama 3.2", "SmolLM3") else written.endswith(prompt)
+    assert prompt in written if name == "Llama 3.2" else written.endswith(prompt)
     assert answered == rest
 
 

@@ -425,17 +425,6 @@ def evaluated(own, encoding, examples, answers):
     return scored_answers(own, Chats(), examples, encoding.kept, answers, template_date=DAY)
 
 
-def test_cut_answers_of_a_model_are_counted(tokenizer):
-    own = chatml(tokenizer)
-    chats = [(CHAT[:2], CHAT[2:3])] * 3
-    encoding = encoded(own, chats)
-    end, most = encoding.kept[0].input_ids[-1], encoding.kept[0].answer_tokens
-    other = encoding.kept[0].input_ids[0]
-    evaluation = evaluated(own, encoding, chats, [[other] * most, [other] * (most - 1) + [end], [other]])
-    assert evaluation.unusual == {"length": 1}
-    assert "of 3 answers: 1 cut (raise --max-new-tokens)" in evaluation.lines[0]
-
-
 @pytest.mark.parametrize("template", [None, FORGETFUL])
 def test_last_learnt_turn_alone_is_generated_and_scored(tokenizer, template):
     own = with_template(tokenizer, template) if template else chatml(tokenizer)

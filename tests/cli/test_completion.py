@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from fake_plugins import install, only_plugins_of
 
 from accel_sft.__main__ import main
+from accel_sft.cli.group import cli
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -69,22 +71,6 @@ def test_every_shell_is_offered_files(complete):
     assert complete("--config", "none.yaml", "--learn") == []
 
 
-def test_the_values_of_a_shipped_tasks_options_are_completed():
-    words = ("accel-sft", "check", "chat", "--metric", "e")
-    typed = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
-    program = Path(sys.executable).parent / "accel-sft"
-    variables = {**os.environ, "_ACCEL_SFT_COMPLETE": "bash_complete", **typed}
-    done = subprocess.run([program], capture_output=True, text=True, env=variables)
-    assert (done.stdout, done.stderr) == ("plain,exact\n", "")
-
-
-def environment(folder):
-    """That of a shell which finds the program and the folder's tasks."""
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    packages = os.pathsep.join(filter(None, (str(folder / "site"), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PATH": path, "PYTHONPATH": packages, "HOME": str(folder)}
-
-
 def test_the_printed_script_completes_in_bash(folder):
     """`compopt` runs only where a key was pressed: in its place stands what says that files were asked for."""
     script = """
@@ -95,9 +81,12 @@ def test_the_printed_script_completes_in_bash(folder):
         offered accel-sft lo; echo "${COMPREPLY[@]}"
         offered accel-sft loud --adapter ''; echo "${COMPREPLY[@]}"
         offered accel-sft plan ./; echo "${#COMPREPLY[@]}"
+        offered accel-sft check chat --metric e; echo "${COMPREPLY[@]}"
     """
-    command = ["bash", "--norc", "-c", script]
-    done = subprocess.run(command, env=environment(folder), capture_output=True, text=True)
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    packages = os.pathsep.join(filter(None, (str(folder / "site"), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": packages, "HOME": str(folder)}
+    done = subprocess.run(["bash", "--norc", "-c", script], env=environment, capture_output=True, text=True)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
         "complete -o nosort -F _accel_sft_completion accel-sft",
@@ -105,13 +94,11 @@ def test_the_printed_script_completes_in_bash(folder):
         "none lora adalora",
         "compopt -o default ",
         "0",
+        "exact",
     ]
 
 
-def test_zsh_gets_its_completion_system_first(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["accel-sft", "completion", "zsh"])
-    with pytest.raises(SystemExit):
-        main()
-    printed = capsys.readouterr().out
+def test_zsh_gets_its_completion_system_first():
+    printed = CliRunner().invoke(cli, ["completion", "zsh"]).output
     assert "compdef _accel_sft_" in printed
     assert "compinit" in printed, "a plain zsh has no completion before"

@@ -337,12 +337,7 @@ def test_run_killed_while_tokenizing_harms_no_other(tokenizer, own_cache, monkey
 
 def test_a_cache_that_is_deleted_meanwhile_is_refused(tokenizer, own_cache, monkeypatch):
     merged = tokenization.merge
-
-    def deleted(parts, path):
-        shutil.rmtree(own_cache, ignore_errors=True)
-        return merged(parts, path)
-
-    monkeypatch.setattr(tokenization, "merge", deleted)
+    monkeypatch.setattr(tokenization, "merge", lambda *given: shutil.rmtree(own_cache) or merged(*given))
     with pytest.raises(UserError, match="tokens cannot be written to"):
         encoder(tokenizer)(EXAMPLES, "train")
 

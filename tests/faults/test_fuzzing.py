@@ -316,26 +316,12 @@ def test_named_line_is_the_wrong_one(before, between, after, tmp_path):
         assert problem.startswith(f"{tmp_path}/rows.json:{at}: not JSON at column ")
 
 
-MEGABYTE = 1 << 20
-LARGE = {
-    "brackets": b"[" * MEGABYTE,
-    "digits": b'{"text": ' + b"9" * MEGABYTE + b"}",
-    "an answer of blanks": json.dumps({"instruction": "2=", "output": PREFIX + "1" + " " * MEGABYTE}).encode(),
-    "blank lines": b"\n" * MEGABYTE,
-    "backslashes": b'{"text": "' + b"\\" * MEGABYTE,
-    "one key again and again": b"{" + b'"a":1,' * (MEGABYTE // 6) + b'"a":1}',
-    "bad rows": b"{}\n" * 50_000,
-    "spans": json.dumps({"text": "x", "label": {"a": {"x": [[0, n] for n in range(MEGABYTE // 11)]}}}).encode(),
-    "spans of a long surface": json.dumps(
-        {"text": "x" * 400_000, "label": {"a": {"x" * 200_000: [[n, 399_999] for n in range(25_000)]}}}
-    ).encode(),
-}
-
-
-@pytest.mark.parametrize("name", LARGE)
-def test_megabyte_of_nonsense_is_refused_at_once(tmp_path, name):
-    started = time.perf_counter()
-    assert isinstance(read("math" if "answer" in name else "ner", tmp_path, LARGE[name]), UserError)
+@pytest.mark.parametrize("task", ["math", "ner"])
+def test_megabyte_of_nonsense_is_refused_at_once(tmp_path, task):
+    started, spans = time.perf_counter(), {"x" * 200_000: [[n, 399_999] for n in range(25_000)]}
+    large = [b"[" * (1 << 20), b'{"text": ' + b"9" * (1 << 20) + b"}", b"{}\n" * 50_000]
+    for content in (*large, json.dumps({"text": "x" * 400_000, "label": {"a": spans}}).encode()):
+        assert isinstance(read(task, tmp_path, content), UserError)
     assert time.perf_counter() - started < limit(60)  # a hundredth of that, unless something is not linear
 
 

@@ -52,11 +52,6 @@ def troubled(machine, task, name, yaml, *options):
         return over_soon(machine, launch, began.stat().st_mtime, SECONDS + (40 if options else 0))
 
 
-@pytest.mark.parametrize("yaml", LAUNCHES)
-def test_error_of_one_rank_ends_all_and_is_reported(machine, yaml):
-    troubled(machine, "Failing", f"failed {yaml}", yaml).says("an error that a test planned")
-
-
 @pytest.fixture
 def hang_timeout(machine):
     return ("--hang-timeout", "20" if machine.devices else "8")

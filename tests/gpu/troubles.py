@@ -46,15 +46,6 @@ class _Troubled(Math):
 
 
 @dataclass(kw_only=True)
-class Failing(_Troubled):
-    """Math whose last rank raises an error amid training."""
-
-    def trouble(self, tokens: int) -> None:
-        Path(os.environ["TROUBLE_RUN"] + ".began").touch()
-        raise ValueError("an error that a test planned")
-
-
-@dataclass(kw_only=True)
 class Stuck(_Troubled):
     """Math whose last rank never comes back amid training."""
 

@@ -22,9 +22,9 @@ def test_a_tower_takes_what_is_counted(tmp_path, trained):
     pixels, grid = torch.zeros(PATCHES, 3 * 2 * 14**2), torch.tensor([[1, 32, 32]])
     sizes = allocated(lambda: model.get_image_features(pixels, grid))
     job = job_of(read_config(folder), pixels=pixels.numel(), train_only="." if trained else None)
-    kept, most = (size - PIXEL * pixels.numel() for size in tower_bytes(job))
+    left, most = (size - PIXEL * pixels.numel() for size in tower_bytes(job))
     assert most == pytest.approx(sizes.max(), rel=0.2)
-    assert kept == (pytest.approx(sizes[-1], rel=0.2) if trained else 0)
+    assert left == (pytest.approx(sizes[-1], rel=0.2) if trained else 0)
 
 
 def test_a_tower_s_sizes_have_several_names():

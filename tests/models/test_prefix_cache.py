@@ -115,13 +115,6 @@ def test_rows_are_padded_where_no_backward_can_be_tried(monkeypatch):
     assert "behind a cache: its backward cannot be tried where ranks share the weights" in line
 
 
-def test_what_a_run_had_chosen_is_kept():
-    model, earlier = make("lfm2"), Batching("shared", 777, attention="cache", head="pieces")
-    assert chosen(model, before=earlier)[0] == earlier
-    padded = Batching("padded", 777, attention="causal", head="pieces")
-    assert chosen(model, before=padded)[0] == padded, "a run of before there were caches goes on as it was"
-
-
 JOB = ("--max-steps", "5", "--eval-every", "off", "--save-every", "3", "--global-batch-size", "24")
 JOB += ("--dtype", "float32", "--train-examples", "48", "--validation-examples", "4")
 

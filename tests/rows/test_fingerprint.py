@@ -156,7 +156,6 @@ def test_imported_libraries_count_by_all_their_installed_versions(having, tmp_pa
     records = []
     first = known()
     assert len(first) == 64
-    assert known() == first
     (site / "under_the_library-1.0.dist-info").rename(site / "under_the_library-1.1.dist-info")
     second = known()
     assert len({first, second}) == 2
@@ -166,7 +165,6 @@ def test_imported_libraries_count_by_all_their_installed_versions(having, tmp_pa
     assert known() == "None"
     assert records[-1] == {"task_code": None, "task_libraries": {}}
     (tmp_path / "library.py").unlink()
-    assert known() == second
     (site / "library-1.0.dist-info" / "direct_url.json").write_text("{}")  # from a folder: changes, same version
     assert known() == "None"
     shutil.rmtree(site / "library-1.0.dist-info")  # put there by hand

@@ -25,8 +25,9 @@ import psutil
 import pytest
 from places import CONFIGS, SUPPORT
 
+from accel_sft.launch import child
+
 FLOAT32, BF16 = ("--mixed_precision", "no"), ("--mixed_precision", "bf16")
-MARK = "ACCEL_SFT_LAUNCH"
 LEAVING_SECONDS = 40
 """Seconds after its launcher's end in which the last process of a launch must be gone: torchrun waits 30 for a rank."""
 
@@ -83,12 +84,7 @@ class Launch:
 
     def family(self) -> list[psutil.Process]:
         """All of its processes that are alive, the launcher included."""
-        alive = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
-                    alive.append(process)
-        return alive
+        return child._marked(self.mark)
 
     def rank(self, number: int) -> psutil.Process:
         for process in psutil.Process(self.process.pid).children():
@@ -177,7 +173,7 @@ class Machine:
         command += ["-m", "fsdp2_on_cpu" if fsdp and not self.devices else "accel_sft"]
         command += [task, "--output-dir", str(self.folder / name), *options]
         log, mark = self.folder / f"{name}.log", uuid.uuid4().hex
-        own = {**self.environment, **(environment or {}), MARK: mark}
+        own = {**self.environment, **(environment or {}), child.MARK: mark}
         with log.open("ab") as file:
             process = subprocess.Popen(
                 command, stdout=file, stderr=file, env=own, cwd=self.folder, start_new_session=True
@@ -186,12 +182,7 @@ class Machine:
         try:
             yield launch
         finally:
-            while left := launch.family():
-                for each in left:
-                    with contextlib.suppress(psutil.Error):
-                        each.kill()
-                process.poll()  # reaps the launcher
-                time.sleep(0.05)
+            child.kill_all(mark)
             process.wait()
 
     def train(self, name: str, yaml: str, *options: str, **launch: Any) -> Launched:

@@ -2,12 +2,12 @@
 
 import dataclasses
 import itertools
-import json
 import re
 import subprocess
 import sys
 
 import pytest
+from chats import jsonl
 from places import ROOT
 
 from accel_sft import Task, option
@@ -30,17 +30,10 @@ class TestNer(TaskConformance):
 
 @pytest.mark.parametrize("metric", ["f1", "loss"])
 def test_the_shipped_chat_task_passes(tmp_path, metric):
-    file = tmp_path / "chats.jsonl"
     turns = ("user", "assistant", "user", "assistant")
     rows = [[{"role": role, "content": f"{role} {at} of {n}"} for at, role in enumerate(turns)] for n in range(20)]
-    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-
-    class OfChat(TaskConformance):
-        task = Chat(train_file=str(file), metric=metric)
-
-    held = OfChat()
-    for name in (name for name in dir(held) if name.startswith("test_")):
-        getattr(held, name)()
+    file = jsonl(tmp_path / "chats.jsonl", [{"messages": row} for row in rows])
+    holds(Chat(train_file=file, metric=metric), "test_")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -61,10 +54,6 @@ class Parity(Task):
 
     def score(self, example, text):
         return {"accuracy": float(text == ("even", "odd")[example % 2])}
-
-
-class TestParity(TaskConformance):
-    task = Parity()
 
 
 def task_with(**methods):

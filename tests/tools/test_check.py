@@ -119,16 +119,6 @@ def test_rows_too_long_report_the_length_they_need(check, site, model, tmp_path,
     assert places({"findings": [finding]}) == {code: expected["D301"]}
 
 
-def test_rows_of_an_array_are_named_by_number(check, site, model, tmp_path):
-    rows = [json.loads(line) for line in planted.CLEAN["train"]]
-    rows.insert(3, rows[1])
-    (tmp_path / "train.json").write_text(json.dumps(rows))
-    (tmp_path / "validation.json").write_text(f"[{','.join(planted.CLEAN['validation'])}]")
-    files = [part for split in planted.CLEAN for part in (f"--{split}-file", tmp_path / f"{split}.json")]
-    run = check(site, *files, model=model)
-    assert f"{tmp_path}/train.json row 4  like {tmp_path}/train.json row 2" in run.output
-
-
 def test_checked_file_with_bad_rows_is_refused_by_training(check, site, model, tmp_path):
     """What the audit leaves out is not taken from the cache by a run: neither rows nor tokens."""
     files, _ = planted.write(tmp_path, {"train": planted.FAULTS["train"][:1]})

@@ -215,35 +215,28 @@ def curve_spec(title: str, unit: str, series: Sequence[str], few: bool) -> dict[
 
 def learning_curve(metric: str) -> dict[str, Any]:
     """The metric over the number of training rows: a point for each training, and the forecast with its interval."""
-    numbers = {"format": ".4~g"}
     rows = _number("rows", title="training rows", scale={"type": "log", "nice": False}, axis={"format": "~s"})
-    ends = [_number("low", title="95%: from", **numbers), _number("high", title="to", **numbers)]
-    about = [_number("rows", title="rows", format=",d"), _number("value", title="forecast", **numbers), *ends]
+    hover = {"tooltip": {"content": "data"}}
     ahead = [{"filter": "isValid(datum.value)"}]
+    low = _number("low", title=f"{metric} after training", scale={"zero": False})
     band = {
         "transform": ahead,
-        "mark": {"type": "area", "color": COLOURS[0], "opacity": 0.18},
-        "encoding": {
-            "y": _number("low", title=f"{metric} after training", scale={"zero": False}),
-            "y2": {"field": "high"},
-        },
+        "mark": {"type": "area", "opacity": 0.18},
+        "encoding": {"y": low, "y2": {"field": "high"}},
     }
     line = {
         "transform": ahead,
-        "mark": {"type": "line", "color": COLOURS[0], "strokeDash": [5, 3], "point": {"opacity": 0, "size": 60}},
-        "encoding": {"y": _number("value"), "tooltip": about},
+        "mark": {"type": "line", "strokeDash": [5, 3], "point": {"opacity": 0, "size": 60}, **hover},
+        "encoding": {"y": _number("value")},
     }
     points = {
         "transform": [{"filter": "isValid(datum.metric)"}],
-        "mark": {"type": "point", "filled": True, "size": 60, "opacity": 1, "color": COLOURS[0]},
-        "encoding": {
-            "y": _number("metric"),
-            "tooltip": [_number("rows", title="rows", format=",d"), _number("metric", title=metric, **numbers)],
-        },
+        "mark": {"type": "point", "filled": True, "size": 60, "opacity": 1, **hover},
+        "encoding": {"y": _number("metric")},
     }
     return _chart(
         "The metric after training by the number of training rows; dashed, with its interval, what is forecast.",
         height=300,
-        encoding={"x": rows},
+        encoding={"x": rows, "color": {"value": COLOURS[0]}},
         layer=[band, line, points],
     )
