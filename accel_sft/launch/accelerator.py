@@ -115,15 +115,6 @@ def _waiting_for_ranks(launch: Launch) -> contextlib.AbstractContextManager[None
     return waiting(f"waiting for {launch.world_size} processes at {place}; unset WORLD_SIZE to start one process")
 
 
-def _deepspeed_plugin(config: TrainConfig, launch: Launch, devices: int) -> DeepSpeedPlugin:
-    if not devices:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        spare_unused_operator()
-    plugin = DeepSpeedPlugin(hf_ds_config=str(launch.json_file) if launch.json_file else None)
-    _write_deepspeed_config(plugin.deepspeed_config, launch, config.max_grad_norm, devices)
-    return plugin
-
-
 def group_timeout(hang_timeout: int) -> datetime.timedelta:
     """How long a rank may wait in a collective: longer than `--hang-timeout` (0: no limit), because the watchdog names
     the hung rank and torch's error does not; and an hour at least, as a rank may be downloading a model."""
@@ -137,12 +128,17 @@ def _rendezvous_of_this_attempt(url: str, **options: Any) -> Iterator[tuple[Any,
     yield PrefixStore(f"attempt-{restarts()}", store), int(rank), int(ranks)
 
 
-def _write_deepspeed_config(resolved: dict[str, Any], launch: Launch, max_grad_norm: float, devices: int) -> None:
+def _deepspeed_plugin(config: TrainConfig, launch: Launch, devices: int) -> DeepSpeedPlugin:
+    if not devices:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        spare_unused_operator()
+    plugin = DeepSpeedPlugin(hf_ds_config=str(launch.json_file) if launch.json_file else None)
+    resolved: dict[str, Any] = plugin.deepspeed_config
     resolved.update(
         train_micro_batch_size_per_gpu=1,
         train_batch_size="auto",
         gradient_accumulation_steps=1,
-        gradient_clipping=float(max_grad_norm),
+        gradient_clipping=float(config.max_grad_norm),
         zero_allow_untested_optimizer=True,
         wall_clock_breakdown=False,
         steps_per_print=sys.maxsize,
@@ -160,12 +156,12 @@ def _write_deepspeed_config(resolved: dict[str, Any], launch: Launch, max_grad_n
             zero[f"offload_{what}"]["pin_memory"] = bool(devices)
         if place == "nvme":
             zero[f"offload_{what}"]["nvme_path"] = str(own_folder(launch.nvme_path(what)))
+    return plugin
 
 
 def own_folder(root: Path) -> Path:
     """Make a folder for this process's swap files; it is removed at exit, or after a kill by a later process."""
     root.mkdir(parents=True, exist_ok=True)
-    (root / ".gitignore").write_text("*\n")
     host = socket.gethostname()
     for left in root.glob(f"{host}-*"):
         number = left.name.rpartition("-")[2]
@@ -218,18 +214,13 @@ def _arrange_buckets(model: DistributedDataParallel) -> None:
 def _gather_with_their_modules(model: torch.nn.Module) -> None:
     """Make ZeRO-3 gather a module's ParameterDict entries (AdaLoRA's layers have them) for that module's forward.
     Otherwise DeepSpeed would gather on access, in a different order than in the step that it recorded."""
-    dicts = [
-        (module, child)
-        for module in model.modules()
-        for child in module.children()
-        if isinstance(child, torch.nn.ParameterDict)
-    ]
-    for module, child in dicts:
-        for parameter in child.parameters():
-            if hasattr(parameter, "ds_id"):
-                import deepspeed
+    for module in model.modules():
+        for child in module.children():
+            for parameter in child.parameters() if isinstance(child, torch.nn.ParameterDict) else ():
+                if hasattr(parameter, "ds_id"):
+                    import deepspeed
 
-                deepspeed.zero.register_external_parameter(module, parameter)
+                    deepspeed.zero.register_external_parameter(module, parameter)
 
 
 def shard_for_evaluation(accelerator: Accelerator, model: Any) -> Any:

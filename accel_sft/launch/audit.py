@@ -12,13 +12,12 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.limits import OF_ADAPTERS
 from accel_sft.api.options import chosen, flag_of, shown
-from accel_sft.io.findings import LEVELS, Finding, error, note, warning
+from accel_sft.io.findings import LEVELS, Finding, error, warning
 from accel_sft.io.terminal import quiet
 from accel_sft.io.text import one_line
 from accel_sft.launch.deepspeed_ops import audit_compilers, operators
 from accel_sft.launch.environment import device_count
 from accel_sft.launch.info import Launch, launcher_parser
-from accel_sft.launch.launcher import PRECISION
 from accel_sft.launch.parallelism import audit_devices, audit_parallelism
 from accel_sft.launch.precision import computes_bf16
 
@@ -26,13 +25,12 @@ BY_FILE = "accelerate launch --config_file FILE -m accel_sft ... (files: accel-s
 NVIDIA = Path("/dev/nvidiactl")
 """Exists if the NVIDIA driver runs and has given this machine, or this container, a GPU."""
 _JSON_DEEPSPEED = """
-    activation_checkpointing aio amp autotuning bf16 checkpoint comet comms_logger communication_data_type compile
-    compression_training csv_monitor curriculum_learning data_efficiency data_types dataloader_drop_last
-    disable_allgather disable_python_gc dump_state elasticity eigenvalue expert_parallel flops_profiler fp16
-    gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor graph_harvesting
-    hybrid_engine load_universal_checkpoint log_level managed_gradient_accumulation memory_breakdown nebula
-    optimizer pipeline pld prescale_gradients progressive_layer_drop scheduler
-    seq_parallel_communication_data_type sparse_attention sparse_gradients steps_per_print tensor_parallel
+    activation_checkpointing aio autotuning bf16 checkpoint comet comms_logger communication_data_type compile
+    csv_monitor data_efficiency data_types dataloader_drop_last disable_allgather disable_python_gc dump_state
+    expert_parallel flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping
+    gradient_predivide_factor hybrid_engine load_universal_checkpoint log_level managed_gradient_accumulation
+    memory_breakdown optimizer pipeline prescale_gradients scheduler
+    seq_parallel_communication_data_type steps_per_print tensor_parallel
     tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
     use_data_before_expert_parallelism use_node_local_storage vocabulary_size wandb wall_clock_breakdown
     weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
@@ -42,6 +40,7 @@ _REFUSED = {
     "weight_quantization": "changes what a step learns",
     "zenflow": "applies a part of each gradient some steps late",
     "torch_autocast": "would compute in another precision than the run's",
+    "tensor_parallel": "is not supported: accelerate_configs/tp.yaml runs transformers' own",
     "optimizer": "must not be set: --learning-rate and --weight-decay decide",
     "scheduler": "must not be set: --lr-scheduler decides",
 }
@@ -60,11 +59,8 @@ _DECIDED = {
 
 
 def audit(config: TrainConfig, launch: Launch, devices: int | None = None) -> list[Finding]:
-    """Audit a launch before anything is loaded. Returns the findings, errors first.
-
-    Args:
-        devices: the number of visible accelerators; None: they are counted.
-    """
+    """Audit a launch before anything is loaded, for so many visible accelerators, which are counted by default. Returns
+    the findings, errors first."""
     devices = device_count() if devices is None else devices
     where = f"{launch.config_file or 'the launch'}"
     if sys.platform == "darwin" and launch.backend in ("deepspeed", "fsdp"):
@@ -88,9 +84,6 @@ def refuse(findings: Iterable[Finding]) -> None:
 
 def _keys(launch: Launch) -> Iterator[Finding]:
     """Report keys that neither Accelerate nor DeepSpeed reads: the run would silently differ from the file."""
-    if launch.config_file is None and launch.environment.get(PRECISION):
-        what = "the launcher's yaml could not be found, so its keys were not checked"
-        yield note(what, "start with accelerate launch --config_file FILE")
     sections = {name: launch.yaml.get(f"{name}_config") or {} for name in ("deepspeed", "fsdp", "parallelism")}
     for name, known in _launcher_keys().items() if any(sections.values()) else ():
         yield from _unknown(f"{launch.config_file}: {name}_config.", sections[name], known)
@@ -101,7 +94,7 @@ def _unknown(place: str, section: Mapping[str, Any], known: set[str]) -> Iterato
     names = sorted(known)
     for key in sorted(map(str, section.keys() - known)):
         near = [name for name in names if name.endswith(f"_{key}")] or difflib.get_close_matches(key, names, n=1)
-        what = f"{place}{one_line(key)} is unknown, and would be ignored in silence"
+        what = f"{place}{one_line(key)} is unknown"
         yield error(what, f"did you mean {near[0]}?" if near else "remove it")
 
 
@@ -183,24 +176,18 @@ def _not_used(launch: Launch, config: TrainConfig, where: str) -> Iterator[Findi
         given |= section
     usual = {"gradient_accumulation_steps": 1.0, "gradient_clipping": float(config.max_grad_norm)}
     for key, option in _DECIDED.items():
-        value = one_line(str(given.get(key)))
-        if value.lower() not in ("none", "auto", "no", "false") and _number(value) != usual.get(key, math.inf):
+        value, same = one_line(str(given.get(key))), usual.get(key, math.nan)
+        if value.lower() not in ("none", "auto", "no", "false", f"{same:g}", str(same)):
             place = launch.json_file if key in launch.json else where
             yield warning(f"{place}: {key} {value} is not used", f"remove it; {option} decides")
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _deepspeed(launch: Launch, where: str) -> Iterator[Finding]:
     """Report DeepSpeed settings that change the training result, and those that DeepSpeed would refuse at the start."""
     given = {**launch.json, **(launch.json.get("data_types") or {}), **launch.zero}
     for key, why in _REFUSED.items():
-        if _enabled(given.get(key)):
+        section = given.get(key)
+        if section and not (isinstance(section, dict) and section.get("enabled") is False):
             yield error(f"{where}: {key} {why}", "remove it")
     exact = None, False, "auto", "fp32", (launch.named_precision or ("", ""))[0]
     for key in _LOSSY:
@@ -222,16 +209,11 @@ def _deepspeed(launch: Launch, where: str) -> Iterator[Finding]:
 
 
 def _invalid(launch: Launch, where: str) -> Iterator[Finding]:
-    """Report removed keys, unknown keys of sections, and values that DeepSpeed's own models of its settings refuse."""
+    """Report keys of sections, and values, that DeepSpeed's own models of its settings refuse."""
     with quiet(None):  # as it is imported, it says which device it has found
-        from deepspeed.runtime import config as settings
         from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
         from pydantic import ValidationError
-    removed = {key: text for key, text in settings._REMOVED_TOP_LEVEL_CONFIG_KEYS.items() if key in launch.json}
-    removed |= {key: text for key, text in settings._REMOVED_ZERO_CONFIG_KEYS.items() if key in launch.zero}
-    for key, text in removed.items():
-        yield error(f"{where}: {key}: DeepSpeed refuses it ({one_line(text.partition('. ')[0], 90)})", "remove it")
     of_yaml = {f"offload_{what}": {"device": launch.offload(what)} for what in ("optimizer", "param")}
     zero = launch.zero if launch.json_file else {"stage": launch.stage, **of_yaml}
     sections = {**launch.json, "zero_optimization": zero}
@@ -242,14 +224,4 @@ def _invalid(launch: Launch, where: str) -> Iterator[Finding]:
         except ValidationError as refusal:
             for problem in refusal.errors():
                 place = ".".join(map(str, (section, *problem["loc"])))
-                if not {*problem["loc"]} & {*removed}:
-                    yield error(f"{where}: DeepSpeed refuses {one_line(place)}", one_line(problem["msg"], 80))
-
-
-def _enabled(section: Any) -> bool:
-    """Whether a section of DeepSpeed's JSON is in use: neither empty nor, in itself or its parts, off by "enabled"."""
-    if not isinstance(section, dict):
-        return bool(section)
-    parts = [part for part in (section, *section.values()) if isinstance(part, dict)]
-    switches = [part["enabled"] for part in parts if "enabled" in part]
-    return any(switches) if switches else bool(section)
+                yield error(f"{where}: DeepSpeed refuses {one_line(place)}", one_line(problem["msg"], 80))

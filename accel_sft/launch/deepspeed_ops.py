@@ -39,11 +39,8 @@ def operators(launch: Launch) -> list[str]:
 
 
 def spare_unused_operator() -> None:
-    """Make DeepSpeed form its group of CPU ranks without an operator that training does not use.
-
-    Compiling it takes half a minute to a minute, a C++ compiler and Python's headers. DeepSpeed loads it if its own
-    table (the one that `ds_report` prints) says that it is compatible with this machine.
-    """
+    """Make DeepSpeed form its group of CPU ranks without compiling an operator that training does not use: its own
+    table (the one that `ds_report` prints) says then that the machine cannot."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__[_UNUSED] = False
@@ -54,17 +51,11 @@ def audit_compilers(needed: list[str], devices: int) -> Iterator[Finding]:
     if not needed:
         return
     compiled = f"DeepSpeed compiles {', '.join(needed)} here, and"
-    compiler = os.environ.get("CXX", "c++")
-    if not shutil.which(compiler):
-        fix = "install g++ (apt-get install g++), or use accelerate_configs/ddp.yaml"
-        yield error(f"{compiled} there is no C++ compiler ({compiler})", fix)
-    elif (major := _gcc_major(compiler)) < 9:
+    missing, compiler = [*lacking("CXX", "c++")], os.environ.get("CXX", "c++")
+    for what, fix in missing:
+        yield error(f"{compiled} {what}", fix)
+    if not missing and (major := _gcc_major(compiler)) < 9:
         yield error(f"{compiled} {compiler} is GCC {major}", "GCC 9 or newer is needed; name it in CXX")
-    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
-        fix = "install python3-dev for this Python (apt-get install python3-dev)"
-        yield error(f"{compiled} Python's headers are missing", fix)
-    if not shutil.which("ninja"):
-        yield error(f"{compiled} ninja is missing", "pip install ninja")
     if "async_io" in needed and not _has_libaio():
         fix = "apt-get install libaio-dev, or use accelerate_configs/z3_offload.yaml"
         yield error("NVMe offload needs libaio with its header, which is missing", fix)
@@ -73,6 +64,16 @@ def audit_compilers(needed: list[str], devices: int) -> Iterator[Finding]:
     if devices and "async_io" in needed and not (shutil.which("nvcc") or Path(home, "bin", "nvcc").is_file()):
         fix = "install the CUDA toolkit of torch's version and set CUDA_HOME, or use accelerate_configs/z3_offload.yaml"
         yield error("NVMe offload is compiled against CUDA, and nvcc is missing", fix)
+
+
+def lacking(variable: str, usual: str) -> Iterator[tuple[str, str]]:
+    """Yield what this machine lacks to compile an extension of Python, each with its fix: a compiler (the environment
+    variable's, or the usual one) and headers."""
+    compiler = os.environ.get(variable, usual)
+    if not shutil.which(compiler):
+        yield f"there is no compiler ({compiler})", f"apt-get install g++, or name one in {variable}"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        yield "Python's headers are missing", "apt-get install python3-dev"
 
 
 def audit_locks(name: str) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Describes the resolved launch: as rows for the terminal, as the record in run.json, and as a command line."""
+"""Describes the resolved launch: as a line for the terminal, as the record in run.json, and as a command line."""
 
 import os
 import platform
@@ -17,29 +17,25 @@ from accel_sft.launch.launcher import launcher_command, torchrun_command
 from accel_sft.launch.precision import cpu_name
 from accel_sft.launch.recordable import masked_words, recordable, versions, without_secrets
 
-_ROUNDED = "gradients summed in bf16: off by 0.4% with 16 forwards a step, by 2% with 256"
-"""How much is lost where DeepSpeed adds up gradients in bf16 (relative error of random sums)."""
 
-
-def describe(accelerator: Accelerator, launch: Launch) -> list[tuple[str, str]]:
-    """The resolved launch as (name, value) rows for the terminal; the run's record has more."""
+def describe(accelerator: Accelerator, launch: Launch) -> str:
+    """The resolved launch in a line for the terminal; the run's record has more."""
     value, why = launch.precision
     places = [(what, launch.offload(what)) for what in ("optimizer", "param")]
     offload = "".join(f", {what} to {place}" for what, place in places if place != "none")
     backends = {"plain": "one process", "ddp": "data parallel (ddp)", "fsdp": "FSDP"}
     if launch.tensor_ranks > 1:
         backends["ddp"] = "tensor parallel"
-    rounded = launch.backend == "deepspeed" and value == "bf16" and not launch.sums_in_float32
     ranks, where = accelerator.num_processes, f" on {launch.machines} machines" * (launch.machines > 1)
-    return [
-        *([("yaml", str(launch.config_file))] if launch.config_file else []),
-        *([("JSON", str(launch.json_file))] if launch.json_file else []),
-        ("backend", backends.get(launch.backend, f"DeepSpeed ZeRO-{launch.stage}") + offload + _groups(launch)),
-        *([("ranks", f"{ranks} process{'es' * (ranks > 1)}{where}")] if launch.backend != "plain" else []),
-        ("device", device_name(accelerator)),
-        ("precision", f"{'fp32' if value == 'no' else value} ({why})"),
-        *([("gradients", _ROUNDED)] if rounded else []),
+    parts = [
+        launch.config_file,
+        launch.json_file,
+        backends.get(launch.backend, f"DeepSpeed ZeRO-{launch.stage}") + offload + _groups(launch),
+        f"{ranks} process{'es' * (ranks > 1)}{where}" if launch.backend != "plain" else None,
+        device_name(accelerator),
+        f"{'fp32' if value == 'no' else value} ({why})",
     ]
+    return ", ".join(str(part) for part in parts if part)
 
 
 def _groups(launch: Launch) -> str:

@@ -20,17 +20,15 @@ import accel_sft
 from accel_sft.api.errors import UserError
 from accel_sft.io.files import read_text
 from accel_sft.io.text import one_line
-from accel_sft.launch.launcher import PRECISION, launcher_command, launcher_environment, launcher_flags
+from accel_sft.launch.launcher import PRECISION, launcher_command, launcher_flags
 
 FOLDER = Path(accel_sft.__file__).parent / "launch_files"
 """The launch files that come with the package; in a checkout a link to accelerate_configs/."""
 DIMENSIONS = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 """Dimensions of Accelerate's ParallelismConfig; each has a size in ranks."""
-_MOST = 1_000_000
-"""Largest number of processes or machines that is accepted."""
 _MOST_VALUES = 10_000
 """Maximum number of values in a launch file: with aliases (`*a`) a short file can make very many, or endlessly many."""
-_JSON_SECTIONS = ("zero_optimization", "bf16", "fp16", "tensor_parallel", "data_types")
+_JSON_SECTIONS = ("zero_optimization", "bf16", "fp16", "data_types")
 _OFFLOADS = ("offload_optimizer", "offload_param")
 """Keys of DeepSpeed's JSON, and of its zero_optimization, whose values are objects."""
 
@@ -46,7 +44,7 @@ class Launch:
     json_file: Path | None  # DeepSpeed's, which the yaml names
     json: Mapping[str, Any]  # {} without one
     environment: Mapping[str, str]  # this rank's variables, among them those that `accelerate launch` sets
-    users_precision_variable: str = ""  # the user's value, which the launcher overwrites for ranks
+    users_precision_variable: str = ""  # the user's value; under `accelerate launch`, which overwrites it, ""
     resolved: tuple[str, str] | None = None  # the precision chosen for a launch that names none, and why
 
     @property
@@ -204,32 +202,28 @@ def shipped() -> dict[str, Path]:
 
 
 def launch_of_yaml(path: str | Path, *flags: str) -> Launch:
-    """The launch that `accelerate launch --config_file PATH FLAGS` would start here, as its first rank reads it.
-
-    Nothing is started; accelerate's own functions say what a rank is handed, and they import torch. A file that cannot
-    be read, or that the launcher would refuse, is a UserError.
-    """
+    """The launch that `accelerate launch --config_file PATH FLAGS` would start here, as its first rank reads it; a
+    UserError if the launcher would refuse it. accelerate's own functions, which import torch, say what a rank gets."""
     if _read_yaml(Path(path))[1].get("mixed_precision") is False:
         raise UserError(f"launch file {path}: mixed_precision: write 'no' in quotes: YAML reads a bare no as false")
     command = ["accelerate", "launch", "--config_file", str(path), *flags]
-    return read_launch(_handed_over(Path(path), command), command, users=os.environ)
+    return read_launch(_handed_over(Path(path), command), command)
 
 
 def launch_of_this_process() -> Launch:
     """The launch that this process belongs to; a launch of one process without a launcher."""
-    command, folder = launcher_command()
-    return read_launch(os.environ, command, folder, users=launcher_environment() if command else {})
+    return read_launch(os.environ, *launcher_command())
 
 
-def read_launch(
-    environment: Mapping[str, str], command: list[str], folder: Path = Path(), *, users: Mapping[str, str] | None = None
-) -> Launch:
-    """The launch of a rank with these variables, whose launcher was started by `command` in `folder`, in the
-    environment `users`; without a launcher the command is empty."""
+def read_launch(environment: Mapping[str, str], command: list[str], folder: Path = Path()) -> Launch:
+    """The launch of a rank with these variables, whose launcher was started by `command` in `folder`; without a
+    launcher the command is empty."""
     arguments = launcher_flags(command)
     config_file = arguments.get("config_file")
     if config_file is None and command:
-        config_file = _default_config_file(environment)
+        from accelerate.commands.config.config_args import default_config_file
+
+        config_file = default_config_file if Path(default_config_file).is_file() else None
     text, content = ("", {}) if config_file is None else _read_yaml(folder / config_file)
     json_file, loaded = None, {}
     named = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
@@ -245,7 +239,7 @@ def read_launch(
         _check_sections(f"deepspeed_config_file {named}", loaded, _JSON_SECTIONS)
         _check_sections(f"deepspeed_config_file {named}", loaded.get("zero_optimization") or {}, _OFFLOADS)
     path = None if config_file is None else Path(config_file)
-    variable = ((users or {}) if command else environment).get(PRECISION, "")
+    variable = "" if command else environment.get(PRECISION, "")
     return Launch(arguments, path, text, content, json_file, loaded, dict(environment), variable)
 
 
@@ -272,7 +266,12 @@ def _handed_over(path: Path, command: list[str]) -> dict[str, str]:
             args.mixed_precision = precision or args.mixed_precision
             args.main_process_port = 0  # any free one, because nothing is started
             args.deepspeed_fields_from_accelerate_config = ""
-            ranks = _numbers_of_ranks(args.num_processes, args.num_machines, args.machine_rank)
+            processes, machines, machine = int(args.num_processes), int(args.num_machines), int(args.machine_rank or 0)
+            if not 1 <= machines <= processes:
+                raise ValueError(f"num_processes {processes} on {machines} machines: give at least one for each")
+            local = processes // machines
+            ranks = {"WORLD_SIZE": f"{local * machines}", "LOCAL_WORLD_SIZE": f"{local}", "LOCAL_RANK": "0"}
+            ranks["RANK"] = f"{local * machine if machines > 1 else 0}"
             if args.cpu or not (args.use_deepspeed or args.use_fsdp or args.use_megatron_lm or args.multi_gpu):
                 ranks, environment = {}, prepare_simple_launcher_cmd_env(args)[1]
             elif args.use_deepspeed:
@@ -287,19 +286,6 @@ def _handed_over(path: Path, command: list[str]) -> dict[str, str]:
         raise UserError(f"launch file {path}: accelerate launch would refuse it: {shown}") from error
 
 
-def _numbers_of_ranks(processes: Any, machines: Any, machine: Any) -> dict[str, str]:
-    """The variables by which torchrun numbers the first rank of a machine; raises ValueError."""
-    for name, number in (("num_processes", processes), ("num_machines", machines)):
-        if not str(number).isdecimal() or not 1 <= int(number) <= _MOST:
-            raise ValueError(f"{name} {number}: give --{name} at least 1")
-    if int(processes) < int(machines):
-        raise ValueError(f"num_processes {processes} on {machines} machines: give at least one for each")
-    local = int(processes) // int(machines)
-    rank = local * int(machine or 0) if int(machines) > 1 else 0
-    numbers = {"WORLD_SIZE": local * int(machines), "LOCAL_WORLD_SIZE": local, "RANK": rank, "LOCAL_RANK": 0}
-    return {name: str(number) for name, number in numbers.items()}
-
-
 def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
     """Text and content of a launch file."""
     import yaml
@@ -307,7 +293,8 @@ def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         text = read_text(path)
         content = yaml.safe_load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    # yaml lacks errors of its own for `!!bool x` and `!!timestamp x`
+    except (OSError, ValueError, LookupError, AttributeError, RecursionError, yaml.YAMLError) as error:
         problem = one_line(" ".join(str(error).split()), 300)
         raise UserError(f"launch file {path}: cannot be read as YAML: {problem}") from None
     content = content or {}
@@ -330,11 +317,3 @@ def _check_sections(where: str, content: Any, names: Iterable[str]) -> None:
     for name in names:
         if not isinstance(content.get(name) or {}, dict):
             raise UserError(f"{where}: {one_line(name)}: expected keys with values")
-
-
-def _default_config_file(environment: Mapping[str, str]) -> str | None:
-    """The file that `accelerate config` writes, used by a launch that names none."""
-    cache = environment.get("XDG_CACHE_HOME", "~/.cache")
-    home = Path(environment.get("HF_HOME", f"{cache}/huggingface")).expanduser()
-    path = home / "accelerate" / "default_config.yaml"
-    return str(path) if path.is_file() else None

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,6 @@ def launcher_command() -> tuple[list[str], Path]:
     if "LOCAL_RANK" in os.environ or PRECISION in os.environ:
         return _command(_above(_ACCELERATE))
     return [], Path()
-
-
-def launcher_environment() -> Mapping[str, str]:
-    """The variables that `accelerate launch` was started with, before it set those of the ranks; {} without it."""
-    import psutil
-
-    with contextlib.suppress(psutil.Error):
-        if process := _above(_ACCELERATE):
-            return dict(process.environ())
-    return {}
 
 
 def torchrun_command() -> list[str]:

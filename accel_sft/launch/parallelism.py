@@ -22,56 +22,43 @@ def audit_parallelism(launch: Launch, where: str, *, batching: str, micro_batch_
     if named and not launch.parallelism:
         what = f"--{named[0]} would be ignored in silence: {where} has no parallelism_config"
         yield error(what, "write it there; accelerate_configs/hsdp.yaml and z3_sp.yaml are examples")
-    if (launch.json.get("tensor_parallel") or {}).get("autotp_size") not in (None, 0, 1):
-        what = f"{launch.json_file}: autotp_size: DeepSpeed's tensor parallelism is not supported"
-        yield error(what, "accelerate_configs/tp.yaml runs transformers' own")
-    copies, shard, tensor, context, sequence = (launch.parallelism.get(name, 1) for name in DIMENSIONS)
-    ranks, data_parallel = launch.world_size, f"{where}: parallelism_config: sizes of data parallelism"
-    processes = f"{ranks} process{'es' * (ranks > 1)}"
-    if context > 1:
-        what = f"{where}: parallelism_config_cp_size {context}: context parallelism is not supported"
-        yield error(what, "z3_sp.yaml shares out the tokens of each row (sequence parallelism)")
-    if tensor > 1:
-        if launch.backend != "ddp" or max(copies, shard, sequence) > 1 or tensor != ranks:
-            what = f"{where}: parallelism_config_tp_size {tensor}, {processes}: tensor parallelism goes alone"
-            yield error(what, f"accelerate_configs/tp.yaml with {' '.join(sized(launch, max(ranks, 2)))}")
-        if launch.precision[0] == "fp16":
-            what = f"{where}: float16 under tensor parallelism: each rank would see other overflows"
-            yield error(what, "--mixed_precision bf16 or no")
-    elif sequence > 1:
-        if launch.backend != "deepspeed":
-            what = f"{where}: parallelism_config_sp_size {sequence}: sequence parallelism is DeepSpeed's"
-            yield error(what, "accelerate_configs/z3_sp.yaml is a launch with it")
-        if ranks % sequence:
-            what = f"{where}: {processes} cannot be divided into groups of {sequence}, which share a row"
-            yield error(what, f"--num_processes {sequence}, or another multiple of parallelism_config_sp_size")
-        elif copies > 1 or shard not in (1, ranks // sequence):
-            yield error(f"{data_parallel} beside sequence parallelism", "remove them: they follow from --num_processes")
+    if not _is_supported(launch):
+        sizes = ", ".join(f"{name} {size}" for name, size in launch.parallelism.items() if size > 1)
+        over = f"{launch.world_size} ranks ({launch.backend})"
+        what = f"{where}: parallelism_config of {sizes} over {over} is not supported"
+        yield error(what, "choose sizes that fit the ranks, as hsdp.yaml, z3_sp.yaml and tp.yaml do")
+    if launch.tensor_ranks > 1 and launch.precision[0] == "fp16":
+        what = f"{where}: float16 under tensor parallelism: each rank would see other overflows"
+        yield error(what, "--mixed_precision bf16 or no")
+    if launch.sequence_ranks > 1:
         if launch.stage == 3 and launch.zero.get("reduce_scatter") is False:
             what = "reduce_scatter false: DeepSpeed would scale gradients by the size of parameters"
             yield error(f"{launch.json_file}: {what}", "remove it")
         for flag, value, allowed in (("--batching", batching, "padded"), ("--micro-batch-size", micro_batch_size, "1")):
             if value not in ("auto", allowed):
-                what = f"{flag}: under sequence parallelism a forward is one row, shared by {sequence} ranks"
+                what = f"{flag}: under sequence parallelism a forward is one row, shared by several ranks"
                 yield error(what, "leave it out")
-    elif launch.backend == "fsdp":
-        if launch.environment.get("FSDP_VERSION", "1") != "2":
-            yield error(f"{where}: FSDP 1 is not supported", "fsdp_version: 2 below fsdp_config")
-        if copies > 1 and (ranks % copies or launch.shard_ranks < 2):
-            what = f"{where}: {copies} sharded copies of the model need {2 * copies} processes or more, not {ranks}"
-            yield error(what, f"--num_processes {2 * copies}, or another multiple of {copies}")
-        elif shard not in (1, launch.shard_ranks):
-            what = f"{where}: parallelism_config_dp_shard_size {shard}, where {processes} make it {launch.shard_ranks}"
-            yield error(what, "remove it: it follows from --num_processes")
-    elif max(copies, shard) > 1:
-        yield error(f"{data_parallel} are FSDP's", "remove them; accelerate_configs/hsdp.yaml is a launch with them")
+    if launch.backend == "fsdp" and launch.environment.get("FSDP_VERSION", "1") != "2":
+        yield error(f"{where}: FSDP 1 is not supported", "fsdp_version: 2 below fsdp_config")
+
+
+def _is_supported(launch: Launch) -> bool:
+    """Whether the launch runs one kind of parallelism, on its own backend, with sizes that fit the number of ranks."""
+    copies, shard, tensor, context, sequence = (launch.parallelism.get(name, 1) for name in DIMENSIONS)
+    ranks = launch.world_size
+    if context > 1 or tensor > 1:
+        return launch.backend == "ddp" and max(copies, shard, context, sequence) == 1 and tensor == ranks
+    if sequence > 1:
+        groups = ranks // sequence
+        return launch.backend == "deepspeed" and ranks == groups * sequence and copies == 1 and shard in (1, groups)
+    if launch.backend == "fsdp":
+        return shard in (1, launch.shard_ranks) and (copies == 1 or (ranks % copies == 0 and launch.shard_ranks > 1))
+    return max(copies, shard) == 1
 
 
 def parallelism_config(launch: Launch, *, train: bool) -> ParallelismConfig | None:
-    """Return the `ParallelismConfig` to build the Accelerator with; None if the launch names no sizes.
-
-    Sizes of data parallelism follow from the number of processes. Without `train`, sequence parallelism is off.
-    """
+    """Return the `ParallelismConfig` to build the Accelerator with; None if the launch names no sizes. Without `train`,
+    sequence parallelism is off."""
     from accelerate import ParallelismConfig
 
     if not launch.parallelism:
@@ -93,9 +80,7 @@ def sized(launch: Launch, processes: int) -> tuple[str, ...]:
 
 def fitted(launch: Launch, devices: int) -> Launch:
     """Return the launch as a machine with so many accelerators runs it: a rank for each, if its file asks for more.
-
-    Ranks that the command line names, of several machines, and in groups stay: the audit refuses what does not fit.
-    """
+    Ranks that the command line names, of several machines, and in groups stay."""
     grouped = launch.parallelism or launch.machines > 1
     if grouped or "num_processes" in launch.arguments or "num_processes" not in launch.yaml:
         return launch

@@ -91,13 +91,10 @@ def show(
     """Print the launch, behind the run's folder if there is one, and the settings, on rank 0."""
     if not accelerator.is_main_process:
         return
-    rows = describe(accelerator, launch)
-    lines = [f"{name:<9} {value}" for name, value in rows]
-    if not config.dry_run:
-        launched = ", ".join(value for _, value in rows)
-        if train and launch.backend == "plain" and not launch.environment.get(PRECISION):
-            launched += f"; several: {BY_FILE}"
-        lines = [f"run       {folder}: {launched}" if folder else f"launch    {launched}"]
+    launched = describe(accelerator, launch)
+    if train and launch.backend == "plain" and not launch.environment.get(PRECISION):
+        launched += f"; several: {BY_FILE}"
+    lines = [f"run       {folder}: {launched}" if folder else f"launch    {launched}"]
     lines.append(printable(f"settings  {_settings_line(config, task, train)}"))
     for line in lines + ["the launch is valid; data and model were not checked"] * config.dry_run:
         print(wrapped(line, 10), file=terminal())

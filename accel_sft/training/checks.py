@@ -17,7 +17,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import available_heads
 from accel_sft.batching.trial import Trial
 from accel_sft.batching.verify import UNLIMITED, enough
-from accel_sft.checkpoint.partition import SCALES, Partition, partitions
+from accel_sft.checkpoint.partition import SCALES, flat, partitions
 from accel_sft.launch.collectives import first_reason, gather_numbers
 from accel_sft.launch.info import Launch
 from accel_sft.models.architecture import alike
@@ -104,24 +104,13 @@ class Untrained:
             )
 
     def _reached(self) -> Iterator[str]:
-        """Yield the names of the weights whose part on this rank has had a gradient."""
+        """Yield the names of the weights whose part on this rank has had a gradient: AdamW's second moment is not zero,
+        or the scales of a state in 8 bits, whose own zero is another number."""
         for partition in partitions(self._accelerator, self._model, self._optimizer):
-            yield from (name for name, part in _parts(partition) if part.any().item())
-
-
-def _parts(partition: Partition) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield this rank's part of each weight's state: AdamW's second moment, or what another optimizer has."""
-    state = partition.state
-    scales = state.get(SCALES[-1])  # of states in 8 bits, whose own zero is no zero
-    values = state.get(partition.kinds[-1]) if scales is None else scales
-    if values is None:
-        return
-    local = (values.to_local() if hasattr(values, "to_local") else values).detach().reshape(-1)
-    for span in partition.spans:
-        of_one_weight = scales is not None or hasattr(values, "to_local")
-        part = local if of_one_weight else local[span.offset : span.offset + span.size]
-        if part.numel():
-            yield span.name, part
+            values = partition.state.get(SCALES[-1], partition.state.get(partition.kinds[-1]))
+            if values is not None:
+                local = flat(values)
+                yield from (s.name for s in partition.spans if local[s.offset : s.offset + s.size].any())
 
 
 def without_experts(untouched: Iterable[str], reached: Iterable[str]) -> list[str]:

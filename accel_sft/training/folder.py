@@ -30,12 +30,8 @@ class Claim:
     """A run's folder, locked for this run until the run ends."""
 
     run_dir: RunDir
-    config: (
-        TrainConfig  # with the one `template_date` of the run; and with `--resume auto` in a later attempt of a launch
-    )
-    finished: (
-        bool  # whether the folder's run is complete already, with these settings; others are refused later, by name
-    )
+    config: TrainConfig  # with the run's one `template_date`, and `--resume auto` in a later attempt of a launch
+    finished: bool  # whether its run is complete, with these settings; others are refused later, by name
     fresh: bool  # whether nothing was in the folder
 
 
@@ -46,8 +42,8 @@ def claim_run_dir(accelerator: Accelerator, launch: Launch, task_name: str, task
         raise UserError("--output-dir: name a folder that all machines share; this launch has several")
 
     def claim() -> Claim:
-        note = _Note()
-        earlier = note.read()
+        note = _note_of_launch()
+        earlier = _noted(note)
         name = config.output_dir or earlier or f"runs/{task_name}-{time.strftime('%Y%m%d-%H%M%S')}"
         path = expanded(name, "--output-dir").absolute()
         resume = "auto" if config.resume == "off" and str(path) == earlier else config.resume
@@ -60,10 +56,13 @@ def claim_run_dir(accelerator: Accelerator, launch: Launch, task_name: str, task
             path = made_folder(path, mine=not (config.output_dir or earlier))
             run_dir = RunDir(path)
             lock(path)
-            status, occupied = run_dir.read_status(), _is_occupied(run_dir)
+            # of a run that was killed while it wrote its first file
+            begun_file = {file for file in abandoned(path) if file.name.startswith(".result.json.")}
+            status, occupied = run_dir.read_status(), bool({*path.iterdir()} - begun_file)
             if occupied:
                 _refuse_occupied(run_dir, name, resume, status)
-            note.write(path)
+            if note:
+                note.write_text(f"{os.getpid()} {path}", encoding="utf-8")
             settle(run_dir)
             if status != "complete":
                 run_dir.write_result({"status": "running"})
@@ -90,12 +89,6 @@ def claim_run_dir(accelerator: Accelerator, launch: Launch, task_name: str, task
     return claimed
 
 
-def _is_occupied(run_dir: RunDir) -> bool:
-    """Whether the folder has files, other than those of a run that was killed while it wrote its first file."""
-    begun = {file for file in abandoned(run_dir.path) if file.name.startswith(".result.json.")}
-    return bool({*run_dir.path.iterdir()} - begun)
-
-
 def _refuse_occupied(run_dir: RunDir, name: str, resume: str, status: str | None) -> None:
     failed_before_it_began = status == "failed" and not run_dir.metrics.exists()
     if resume == "off" and not failed_before_it_began:
@@ -106,22 +99,16 @@ def _refuse_occupied(run_dir: RunDir, name: str, resume: str, status: str | None
         raise UserError(f"--output-dir {name}: not empty, and not a run of accel_sft; name another folder")
 
 
-class _Note:
+def _note_of_launch() -> Path | None:
     """A file in torchrun's temporary folder that tells later attempts of this launch the run's folder."""
+    attempt = folder_of_ranks()
+    return attempt.parent / "accel_sft-run-dir" if attempt else None
 
-    def __init__(self) -> None:
-        attempt = folder_of_ranks()
-        self.file = attempt.parent / "accel_sft-run-dir" if attempt else None
 
-    def read(self) -> str:
-        """The folder of an earlier attempt; "" without one."""
-        text = self.file.read_text(encoding="utf-8") if self.file and self.file.is_file() else ""
-        writer, _, path = text.partition(" ")
-        return "" if writer == str(os.getpid()) else path  # this attempt's own note is of another run
-
-    def write(self, path: Path) -> None:
-        if self.file:
-            self.file.write_text(f"{os.getpid()} {path}", encoding="utf-8")
+def _noted(file: Path | None) -> str:
+    """The run's folder in an earlier attempt of this launch; "" without one."""
+    writer, _, path = (file.read_text(encoding="utf-8") if file and file.is_file() else "").partition(" ")
+    return "" if writer == str(os.getpid()) else path  # this attempt's own note is of another run
 
 
 def _check_shared(accelerator: Accelerator, run_dir: RunDir) -> None:

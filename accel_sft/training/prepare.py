@@ -4,11 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import math
-import os
-import re
-import shutil
-import sys
-import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +27,7 @@ from accel_sft.io.files import begin_folder, put_in_place
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.launch.collectives import by_each_rank, decided_by_main
+from accel_sft.launch.deepspeed_ops import lacking
 from accel_sft.launch.environment import device_count
 from accel_sft.launch.groups import sequence_ranks, tensor_ranks
 from accel_sft.launch.info import Launch
@@ -46,8 +42,6 @@ from accel_sft.models.tokenizer import GivenTemplate, encoding_rules, load_proce
 from accel_sft.rows.reading import MAX_PROBLEMS
 from accel_sft.rows.rows import with_places
 
-_USUAL_NOTE = re.compile(r"\w+: ([\d,]+ rows? read as |[\d,]+ of [\d,]+ rows are held out |.* from the cache$)")
-"""Matches notes that most runs on files have; such notes are appended to the console's data line."""
 _COMPARED = 8
 """Number of validation examples whose system messages are compared."""
 
@@ -113,17 +107,8 @@ class Assembly:
         config, tokenizer = self.config, self.tokenizer
         more.setdefault("log", lambda line: print(wrapped(line), file=terminal()))
         backend = Generator(self.accelerator, tokenizer, model, config.eval_batch_size, **more)
-        return Evaluator(
-            self.accelerator,
-            tokenizer,
-            self.task,
-            split.examples,
-            split.kept,
-            config,
-            backend,
-            max_new_tokens,
-            self.blank,
-        )
+        rows = split.examples, split.kept
+        return Evaluator(self.accelerator, tokenizer, self.task, *rows, config, backend, max_new_tokens, self.blank)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,19 +139,18 @@ class Prepared:
         limit_line = f"--train-limit {config.train_limit}: {read:,} of {read + self.beyond_limit:,} {examples}"
         repeated = f"--global-batch-size {plan.global_batch_size} is more than the rows: a step trains on some twice"
         merged = "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
-        lines = [*train.lines(), *validation.lines()]
-        usual = [line for line in lines if _USUAL_NOTE.match(line)]
         return [
             *(RunDir.choice_in(config.init_from, train=True) if config.init_from else []),
             *(f"warning: {line}" for line in other_base(self.assembly.source)),
             *([merged] if self.assembly.source.adapter and config.adapter == "none" else []),
             *(self.assembly.template.lines if self.assembly.template else []),
-            *(line for line in lines if line not in usual),
+            *train.lines(),
+            *validation.lines(),
             *([limit_line] if self.beyond_limit else []),
             *([repeated] if min(plan.global_batch_size, plan.stream_length or math.inf) > plan.epoch_rows else []),
             *([f"--mix: {in_words(plan)}"] if config.mix else []),
             f"data      {len(train.kept):,} training {examples} ({tokens:,} tokens, {supervised:,} supervised), "
-            + "; ".join([f"{evaluated} validation", steps, *usual]),
+            f"{evaluated} validation; {steps}",
         ]
 
     def counts(self) -> dict[str, int]:
@@ -291,19 +275,13 @@ def _most_pixels(assembly: Assembly, train: StoredEncoding) -> int:
 def _refuse_forged_turns(*encodings: StoredEncoding) -> None:
     """Raise UserError if an answer's text contains a token that ends the turn: the rest would be trained on as another
     turn. Called only if control tokens in texts are not read as plain characters."""
-    lines: list[str] = []
-    count = 0
     for encoding in encodings:
-        rows = encoding.control_tokens["answers"]
-        count += len(rows)
-        named = [f"{encoding.split} example {row}: the answer's text ends the turn itself" for row in rows]
-        lines += with_places(named[: MAX_PROBLEMS - len(lines)], encoding.examples, encoding.split)
-    if count:
-        raise UserError(
-            *lines,
-            f"{count:,} answer{'s' * (count != 1)} with a token that ends the turn would teach what follows as another "
-            "turn; take it out, or add --control-tokens text",
-        )
+        if rows := encoding.control_tokens["answers"]:
+            split = encoding.split
+            named = [f"{split} example {row}: the answer's text ends the turn itself" for row in rows[:MAX_PROBLEMS]]
+            what = f"{len(rows):,} answers would teach what follows a token that ends the turn as another turn"
+            fix = "take it out, or add --control-tokens text"
+            raise UserError(*with_places(named, encoding.examples, split), f"{what}; {fix}")
 
 
 def plan_steps(train: StoredEncoding, config: TrainConfig) -> StepPlan:
@@ -337,15 +315,9 @@ def _refuse_missing_packages(config: TrainConfig) -> None:
         liger()
     gpu = device_count() > 0
     flag = "--compile" if config.compile else "--use-liger-kernel" if config.use_liger_kernel and gpu else None
-    if not flag:
-        return
     # on GPUs Triton compiles what launches its kernels, in C
-    language, variable, usual = ("C", "CC", "gcc") if gpu else ("C++", "CXX", "g++")
-    compiler = os.environ.get(variable, "clang++" if sys.platform == "darwin" else usual)
-    if not shutil.which(compiler):
-        raise UserError(f"{flag}: there is no {language} compiler ({compiler}); install one, or name it in {variable}")
-    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
-        raise UserError(f"{flag}: Python's headers are missing; apt-get install python3-dev, or leave it out")
+    for what, fix in lacking(*(("CC", "gcc") if gpu else ("CXX", "g++"))) if flag else ():
+        raise UserError(f"{flag}: {what}; {fix}")
 
 
 def _read(task: Task, notes: list[str], *, eval_every: str, thinking: str | None) -> Iterator[Sequence[Any]]:

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,14 +20,14 @@ from accel_sft.api.task_file import file_record
 from accel_sft.io import cache
 from accel_sft.io.files import mapping, write_atomically
 from accel_sft.io.run_dir import RunDir
-from accel_sft.io.run_record import made_by, other_versions
+from accel_sft.io.run_record import made_by
 from accel_sft.io.text import one_line
 from accel_sft.launch.collectives import decided_by_main
 from accel_sft.launch.describe import launch_record, shown_folder
 from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import PRECISION, launcher_command, own_words, torchrun_command
 from accel_sft.launch.recordable import command_line, masked_words, recordable, without_secrets
-from accel_sft.models.source import hub_place, resolved, weights_identity
+from accel_sft.models.source import hub_place, weights_identity
 from accel_sft.rows.fingerprint import code_fingerprint, task_record
 from accel_sft.rows.rows import Rows
 from accel_sft.training.prepare import Prepared
@@ -42,6 +41,8 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
     resume (`resumed`), when nothing can be refused any more, it replaces the record.
     """
     assembly = prepared.assembly
+    splits = {"train": prepared.train.examples, "validation": prepared.validation.examples}
+    files = {name: rows for name, rows in splits.items() if isinstance(rows, Rows)}
     template = assembly.tokenizer.chat_template if assembly.config.chat_template is not None else None
     record = {
         "chat_template": template and hashlib.sha256(template.encode()).hexdigest(),
@@ -55,7 +56,7 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
         "raw_text": prepared.train.raw == prepared.train.kept.examples,
         "data": prepared.counts(),
         "data_sha256": prepared.fingerprint(),
-        "data_files": _data_files({"train": prepared.train.examples, "validation": prepared.validation.examples}),
+        "data_files": {name: [[*file] for file in rows.sha256s] for name, rows in files.items()},
         "task_file": file_record(type(assembly.task)),
         **task_record(type(assembly.task)),
         "package_code": code_fingerprint(),
@@ -83,7 +84,13 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
     task, task_now = (_name_of_task(record) for record in (before, now))
     if task != task_now:
         different += [f"task: the run was started with {shown(task)}, not {task_now}"]
-    if different := different or _data_changes(before, now):
+    if not different and before.get("chat_template") != now.get("chat_template"):
+        name = shown(str(now["config"]["chat_template"]))
+        different = [f"--chat-template {name}: the template is another than the run was started with"]
+    if not different and before.get("data_sha256") != now["data_sha256"]:
+        files = _files_changed(before.get("data_files") or {}, now.get("data_files") or {})
+        different = [f"the data is not what the run was started with{files and f' ({files})'}"]
+    if different:
         how = "A run must resume with its original settings. To change them, let it finish, then start a new run with"
         raise UserError(*different, f"{how} --init-from {run_dir}.")
     base, base_now = before.get("base_weights"), now.get("base_weights")
@@ -92,44 +99,15 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
             "--model: the weights below the adapter are not those that the run was started with; put those back, or "
             "start a new run in another folder"
         )
-    if code := _code_changes(before, now):
-        cache.log(
-            f"{run_dir}: the task has changed since the last start ({'; '.join(code)}): earlier metrics, best/ "
-            "included, may not be comparable"
-        )
+    parts = "task_file", "task_code", "task_libraries"
+    if any(before.get(part) and now.get(part) and before[part] != now[part] for part in parts):
+        what = "the task's code or its libraries have changed since the last start"
+        cache.log(f"{run_dir}: {what}: earlier metrics, best/ included, may not be comparable")
 
 
 def _name_of_task(record: dict[str, Any]) -> str:
     """The task's name; for a task defined in a file, followed by its class name."""
     return f"{record['task']} {mapping(record.get('task_file')).get('class') or ''}".strip()
-
-
-def _data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    different = []
-    if before.get("chat_template") != now.get("chat_template"):
-        name = shown(str(now["config"]["chat_template"]))
-        different += [f"--chat-template {name}: the template is another than the run was started with"]
-    if before.get("data_sha256") != now["data_sha256"]:
-        files = _files_changed(before.get("data_files") or {}, now.get("data_files") or {})
-        different += [f"the data is not what the run was started with{files and f' ({files})'}"]
-    return different
-
-
-def _code_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What has changed of the task's code and of the libraries that it imports."""
-    file, file_now = mapping(before.get("task_file")), mapping(now.get("task_file"))
-    if file.get("sha256") != file_now.get("sha256"):
-        return ["its code"]
-    code, code_now = before.get("task_code"), now["task_code"]
-    if not (code and code_now):
-        return []
-    libraries = other_versions(mapping(before.get("task_libraries")), mapping(now.get("task_libraries")))
-    return ["its code"] * (code != code_now) + libraries
-
-
-def _data_files(splits: dict[str, Sequence[Any]]) -> dict[str, list[list[str]]]:
-    """Return names and SHA-256 of each split's files; splits that do not come from `read_rows` are left out."""
-    return {split: [[*file] for file in rows.sha256s] for split, rows in splits.items() if isinstance(rows, Rows)}
 
 
 def _files_changed(before: dict[str, list[list[str]]], now: dict[str, list[list[str]]]) -> str:
@@ -165,24 +143,11 @@ def write_run_yaml(run_dir: RunDir, task_name: str, task: Task, config: TrainCon
         run_dir.launch.unlink(missing_ok=True)
     file = file_record(type(task))
     named = {TASK: f"{file['path']}:{file['class']}" if file else task_name}
-    usual = TrainConfig(model=config.model, init_from=config.init_from, adapter=config.adapter)
-    defaults = resolved(usual, task).as_dict()
-    # values that count as defaults: for the model None, so that it counts as chosen; the adapter (default none) was
-    # given above, because other settings' defaults depend on it
-    defaults |= {"model": None, "init_from": None, "adapter": "none", "template_date": config.template_date}
-    defaults |= {setting.name: setting.default for setting in settings(type(task))}
     values = {**config.as_dict(), **{setting.name: getattr(task, setting.name) for setting in settings(type(task))}}
     recorded = {name: value for name, value in recordable(values).items() if name not in _LEFT_OUT}
     recorded |= {name: HIDDEN for name, value in recorded.items() if value != values[name] and HIDDEN in str(value)}
-    chosen = {name: value for name, value in recorded.items() if value != defaults[name]}
-    rest = {name: value for name, value in recorded.items() if name not in chosen}
-    note = "# By default; remove what is below to have the defaults of another model, or of a later version.\n"
-    text = f"{_header(run_dir, launch)}\n{_yaml(named)}{_yaml(chosen)}\n{note}{_yaml(rest)}"
-    write_atomically(run_dir.settings, text)
-
-
-def _yaml(values: dict[str, Any]) -> str:
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=float("inf")) if values else ""
+    text = yaml.safe_dump({**named, **recorded}, sort_keys=False, allow_unicode=True, width=float("inf"))
+    write_atomically(run_dir.settings, f"{_header(run_dir, launch)}\n{text}")
 
 
 def _launch_file(run_dir: RunDir, launch: Launch) -> str:

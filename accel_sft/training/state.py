@@ -1,4 +1,4 @@
-"""`TrainState`: counters, metrics and the best step, also kept in checkpoints. Standard library only."""
+"""`TrainState`: counters, metrics and the best step, also kept in checkpoints; and the learning rate. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
+
+
+def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
+    """The rate of step `step` (from 0): a pure function, so that a resumed run goes on with the same rates.
+
+    The rate rises linearly to `--learning-rate`, then follows `--lr-scheduler`: cosine and linear fall from then on;
+    wsd (warmup-stable-decay) is constant, then falls linearly over the last `--decay-ratio` of the steps; constant
+    never falls. A falling rate reaches `--min-lr-ratio` of the peak right after the last step.
+    """
+    peak, warmup_steps = config.learning_rate, config.warmup_steps
+    assert peak is not None  # resolved
+    if warmup_steps is None:
+        warmup_steps = math.ceil(config.warmup_ratio * total_steps)
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if config.lr_scheduler == "constant":
+        return peak
+    begin = warmup_steps
+    if config.lr_scheduler == "wsd":
+        begin = max(begin, total_steps - math.ceil(config.decay_ratio * total_steps))
+    progress = max(step - begin, 0) / max(total_steps - begin, 1)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    left = {"cosine": cosine, "linear": 1 - progress, "wsd": 1 - progress}[config.lr_scheduler]
+    return peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
 
 
 @dataclasses.dataclass
@@ -34,12 +59,6 @@ class TrainState:
         except (KeyError, TypeError):
             what = "its counters are not those of this version; resume it with the version that wrote it"
             raise UserError(f"{path}: {what}") from None
-
-    def counted(self, *, tokens: int, seconds: float, **numbers: float) -> dict[str, float]:
-        """Count the step that was just done; returns its line of metrics.jsonl."""
-        self.seconds += seconds
-        self.tokens += tokens
-        return {"step": self.step, **numbers, "tokens": tokens, "seconds": seconds}
 
     def out_of_patience(self, patience: int | None) -> bool:
         """Whether `patience` evaluations in a row did not improve the main metric."""

@@ -47,10 +47,11 @@ def card(
     """Return the model card (README.md) of this state's weights; it compares the newest evaluation with the first.
     `scored` names the evaluated weights."""
     config, task, rendering = prepared.assembly.config, prepared.assembly.task, prepared.assembly.encode.rendering
+    base = config.init_from or config.model
     chat = conversation(task, prepared.validation.examples, "validation", prepared.validation.kept[0].index)
     form = rendering.form(chat.turns, "validation", chat.offered) if chat.turns else Form()
     return model_card(
-        base_model=config.init_from or config.model,
+        base_model=base,
         task=task_name,
         adapter=config.adapter,
         model_class=model_class,
@@ -67,7 +68,7 @@ def card(
         result={  # without time and memory, which matter only on this machine
             "before": {key: number for key, number in (state.before or {}).items() if key not in report.COSTS},
             "after": {key: number for key, number in (state.latest or {}).items() if key not in report.COSTS},
-            "weights": _compared(f"{Path(config.init_from or config.model).name}", f"{scored}, of step {state.step}"),
+            "weights": {"base": f"{Path(base).name} before the first step", "tuned": f"{scored}, of step {state.step}"},
         },
         versions=versions(),
         asked=_asked(task_name, prepared),
@@ -97,11 +98,6 @@ def _files(task: Task) -> dict[str, str]:
     return {flag: ", ".join(Path(name).name for name in names) for flag, names in files.items()}
 
 
-def _compared(base: str, tuned: str) -> dict[str, str]:
-    """Names of the two sets of weights that a report compares."""
-    return {"base": f"{base} before the first step", "tuned": tuned}
-
-
 def publish(
     run_dir: RunDir,
     task_name: str,
@@ -113,6 +109,7 @@ def publish(
     """Write report.md, result.json (with the `measured` values) and the folder's manifest (with the `evidence`); print
     the report. Returns the lines to log afterwards. On rank 0 only."""
     config, task = prepared.assembly.config, prepared.assembly.task
+    base = config.init_from or config.model
     lines = read_lines(run_dir.metrics)
     speed = state.tokens / state.seconds if state.seconds else None
     mfu, disturbed = mean_mfu(lines), sentences(disturbed_segments(line for line in lines if "loss" in line))
@@ -120,7 +117,7 @@ def publish(
     result = {
         "status": "complete",
         "task": task_name,
-        "model": config.init_from or config.model,
+        "model": base,
         "steps": state.step,
         "stopped_early": reason is not None,
         "stop_reason": reason,
@@ -131,7 +128,7 @@ def publish(
         **({"disturbed": disturbed} if disturbed else {}),
         **({"compile_seconds": compile_seconds()} if config.compile else {}),
         "best": {"step": state.best_step, task.main_metric: state.best},
-        "weights": _compared(config.init_from or config.model, f"final/, of step {state.step}"),
+        "weights": {"base": f"{base} before the first step", "tuned": f"final/, of step {state.step}"},
         "main_metric": task.main_metric,
         **({"sources": prepared.plan.seen(state.step)} if config.mix else {}),
         "before": state.before,

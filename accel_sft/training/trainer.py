@@ -37,8 +37,7 @@ from accel_sft.training.checks import Untrained, rounds_updates, use_liger_kerne
 from accel_sft.training.optimizer import Stepper, new_optimizer
 from accel_sft.training.predicted import Prediction
 from accel_sft.training.prepare import Prepared
-from accel_sft.training.schedule import learning_rate
-from accel_sft.training.state import TrainState
+from accel_sft.training.state import TrainState, learning_rate
 from accel_sft.training.step import TrainStep, reduce_step
 
 OnStep = Callable[[dict[str, float], Batching], None]
@@ -210,17 +209,19 @@ class Trainer:
             self.anomalies.look(state.step, loss, grad_norm, examples)
             self.untrained.look(grad_norm, last=state.step == plan.total_steps)
             seconds = time.perf_counter() - started
-            record = state.counted(
-                epoch=plan.epoch(state.step),
-                loss=loss,
-                grad_norm=grad_norm,
-                learning_rate=rate,
-                supervised_tokens=supervised_tokens,
-                tokens=tokens,
-                seconds=seconds,
+            state.seconds, state.tokens = state.seconds + seconds, state.tokens + tokens
+            record = {
+                "step": state.step,
+                "epoch": plan.epoch(state.step),
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "learning_rate": rate,
+                "supervised_tokens": supervised_tokens,
                 **plan.by_source(rows),
                 **self.prediction.mfu(self.train_step, supervised_tokens, grad_norm, seconds),
-            )
+                "tokens": tokens,
+                "seconds": seconds,
+            }
             self.tracker.step(record, system, self.train_step.forward_seconds())
             if self.on_step:
                 self.on_step(record, self.train_step.batching)

@@ -1,60 +1,18 @@
 """Two real ranks agree: each collective gives both the same answer, from what each of them brings."""
 
 import json
-import subprocess
 
 import fsdp2_on_cpu
 import pytest
+import yaml
 from conftest import accel_sft
-from places import SUPPORT, launcher
+from places import CONFIGS, SUPPORT
 from reference_job import JOB, ONCE
 
 from accel_sft.launch.accelerator import group_timeout
 from accel_sft.launch.collectives import any_rank, by_each_rank, first_reason, gather_numbers
+from accel_sft.launch.environment import usable_cores
 
-RANK = """
-import json, os, sys
-from pathlib import Path
-from accelerate import Accelerator
-from accel_sft.api.errors import UserError
-from accel_sft.launch import collectives as c
-from accel_sft.resilience.exit import leave_together
-
-accelerator = Accelerator(cpu=True)
-rank = accelerator.process_index
-
-def refused(call, *arguments):
-    try:
-        return call(*arguments)
-    except UserError as error:
-        return error.problems
-
-def fails(line):
-    raise UserError(line, "and more")
-
-def work(fine):
-    return rank if fine or rank == 0 else fails(f"rank {rank}")
-
-team = c.Team(accelerator)
-answers = {
-    "decided_by_main": c.decided_by_main(accelerator, lambda: rank),
-    "decided_by_main refuses": refused(c.decided_by_main, accelerator, lambda: fails(f"rank {rank}")),
-    "by_each_rank": c.by_each_rank(lambda: work(True)),
-    "by_each_rank refuses": refused(c.by_each_rank, lambda: work(False)),
-    "first_reason": c.first_reason(f"rank {rank}" if rank else None),
-    "no reason": c.first_reason(None),
-    "any_rank": [c.any_rank(rank == 1), c.any_rank(False)],
-    "all_ranks": [c.all_ranks(rank == 1), c.all_ranks(True)],
-    "largest_of_ranks": c.largest_of_ranks(rank + 0.5),
-    "largest": c.largest({"a": rank, "b": rank if rank else None, "c": None}, "most_"),
-    "gather_numbers": c.gather_numbers([rank, 2**53 - rank]),
-    "firsts": team.firsts(lambda: rank),
-    "here": list(team.local_ranks),
-}
-Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(answers))
-leave_together()
-os._exit(0)
-"""
 EXPECTED = {
     "decided_by_main": 0,
     "decided_by_main refuses": ["rank 0", "and more"],
@@ -68,17 +26,32 @@ EXPECTED = {
     "largest": {"most_a": 1, "most_b": 1, "most_c": None},
     "gather_numbers": [[0, 2**53], [1, 2**53 - 1]],
     "firsts": [0, 0],
-    "here": [0, 1],
+    "local": [0, 1],
 }
 
 
-def test_both_ranks_get_the_answer_that_all_of_them_make(tmp_path):
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    done = subprocess.run(launcher("ddp", str(script), str(tmp_path)), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture
+def one_world(launched):
+    """The folder in which two real ranks wrote what they got (one_world.py)."""
+    environment = {"PYTHONPATH": str(SUPPORT), "PLANTED_BF16": "avx512_bf16"}
+    return launched("one world", yaml="ddp", module="one_world", environment=environment).run_dir
+
+
+def test_both_ranks_get_the_answer_that_all_of_them_make(one_world):
     for rank in (0, 1):
-        assert json.loads((tmp_path / f"{rank}.json").read_text()) == EXPECTED, rank
+        assert json.loads((one_world / f"{rank}.json").read_text()) == EXPECTED, rank
+
+
+def test_two_real_ranks_are_one_world(one_world):
+    answer = json.loads((one_world / "launch.json").read_text())
+    record, file = answer["record"], CONFIGS / "ddp.yaml"
+    assert record["processes"] == len(answer["weights"]) == 2
+    assert answer["weights"][0] == answer["weights"][1]
+    assert answer["cudnn"] == ["1", False]  # its attention plans anew for each shape
+    assert (record["precision"], record["yaml_path"], record["communication"]) == ("bf16", str(file), "gloo")
+    assert yaml.safe_load(record["yaml"]) == yaml.safe_load(file.read_text())  # without its comments
+    assert record["threads_per_process"] == max(1, usable_cores() // 2)
+    assert ", 2 processes, " in answer["line"]
 
 
 def test_one_process_agrees_with_itself():
@@ -96,16 +69,16 @@ def test_hang_timeout_of_zero_limits_no_collective():
 
 
 @pytest.mark.parametrize(
-    ("yaml", "ranks"),
+    ("file", "ranks"),
     [("z2", 2), pytest.param("z3_sp", 2, marks=pytest.mark.long), pytest.param("hsdp", 4, marks=pytest.mark.long)],
 )
-def test_process_groups_outlast_the_hang_watch(tmp_path, yaml, ranks):
-    if yaml == "hsdp" and not fsdp2_on_cpu.RUNS_HERE:
+def test_process_groups_outlast_the_hang_watch(tmp_path, file, ranks):
+    if file == "hsdp" and not fsdp2_on_cpu.RUNS_HERE:
         pytest.skip("this torch's FSDP2 does not run on CPUs")
     launcher = ("--mixed_precision", "no", "--num_processes", str(ranks))
     environment = {"PYTHONPATH": str(SUPPORT), "OUT": str(tmp_path)}
     job = (*JOB, *ONCE, "--max-steps", "1", "--hang-timeout", "7200")
-    options = {"yaml": yaml, "launcher": launcher, "environment": environment, "module": "group_timeouts"}
+    options = {"yaml": file, "launcher": launcher, "environment": environment, "module": "group_timeouts"}
     run = accel_sft(*job, run_dir=tmp_path / "run", **options)
     assert run.status == 0, run.output
     for rank in range(ranks):

@@ -9,21 +9,15 @@ import pytest
 import torch
 from conftest import accel_sft
 from fsdp2_job import FP32, SHARDED, weights
-from reference_job import goes_on_to_the_same_bits
+from reference_job import JOB, goes_on_to_the_same_bits, layout, same_curve
 
 pytestmark = pytest.mark.skipif(not fsdp2_on_cpu.RUNS_HERE, reason="this torch's FSDP2 does not run on CPUs")
-JOB = ("math", "--max-steps", "4", "--save-every", "2", "--global-batch-size", "10", "--validation-examples", "7")
-JOB += ("--train-examples", "200", "--max-new-tokens", "6", "--seed", "7", "--micro-batch-size", "2")
-JOB += ("--keep-checkpoints", "3")
-LORA = ("--adapter", "lora", "--lora-dropout", "0", "--eval-every", "2")
+LORA = (*JOB, "--adapter", "lora", "--lora-dropout", "0", "--eval-every", "3", "--save-every", "off")
 
 
-def test_fsdp2_adapter_has_the_ddp_curve_and_exports_whole(launched):
-    sharded = launched("fsdp2 lora", *JOB, *LORA, **SHARDED)
-    plain = launched("fsdp2's ddp lora", *JOB, *LORA, yaml="ddp", **FP32)
-    for ours, theirs in zip(sharded.lines(), plain.lines(), strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-5)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-4)
+def test_fsdp2_adapter_has_the_usual_curve_and_exports_whole(launched):
+    sharded, plain = launched("fsdp2 lora", *LORA, **SHARDED), launched("lora without dropout", *LORA)
+    same_curve(plain.lines(), sharded.lines())
     for ours, theirs in zip(sharded.lines("eval_loss"), plain.lines("eval_loss"), strict=True):
         assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=2e-5)
     exported, expected = weights(sharded.run_dir / "final"), weights(plain.run_dir / "final")
@@ -32,8 +26,9 @@ def test_fsdp2_adapter_has_the_ddp_curve_and_exports_whole(launched):
         torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.long
 def test_evaluate_gives_the_runs_own_numbers(launched, tmp_path):
-    whole = launched("fsdp2 lora", *JOB, *LORA, **SHARDED)
+    whole = launched("fsdp2 lora", *LORA, **SHARDED)
     done = accel_sft("evaluate", "math", "--model", str(whole.run_dir), run_dir=tmp_path / "evaluation", **SHARDED)
     assert done.status == 0, done.output
     alone, own = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"], whole.result()["after"]
@@ -45,20 +40,18 @@ def test_evaluate_gives_the_runs_own_numbers(launched, tmp_path):
 # HSDP: two copies of a model that two ranks each share; test_layouts.py resumes one copy
 @pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_tied_model_resumes_bit_for_bit_and_writes_one_head(launched, tmp_path, copies):
-    arguments = (*JOB, "--eval-every", "off", "--gradient-checkpointing")
+    arguments = (*JOB, "--eval-every", "off", "--save-every", "3", "--gradient-checkpointing")
     ranks = {"launcher": ("--num_processes", str(2 * copies), *FP32["launcher"])}
     sharing = SHARDED | ranks | {"yaml": "hsdp" if copies > 1 else "fsdp2"}
     whole = launched(f"fsdp2 full {copies}", *arguments, **sharing)
-    goes_on_to_the_same_bits(whole, tmp_path / "run", 2, **sharing)
+    goes_on_to_the_same_bits(whole, tmp_path / "run", 3, **sharing)
     theirs = weights(whole.run_dir / "final")
     assert "lm_head.weight" not in theirs
     if copies > 1:
         newest = max((whole.run_dir / "checkpoints").iterdir())
         assert len([*newest.glob("rank-*.safetensors")]) == 2  # of the first copy's ranks: others hold the same
-        plain = launched("fsdp2's ddp of four", *arguments, yaml="ddp", **ranks)
-        for one, other in zip(whole.lines(), plain.lines(), strict=True):
-            assert one["loss"] == pytest.approx(other["loss"], rel=2e-5)
-            assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-4)
+        plain = layout(launched, "plain")
+        same_curve(plain.lines(), whole.lines())
         expected = weights(plain.run_dir / "final")
         for name in expected:
-            torch.testing.assert_close(theirs[name], expected[name], rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(theirs[name], expected[name], rtol=1e-3, atol=2e-4)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -18,19 +17,19 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from places import ROOT, launcher
+from accelerate.state import AcceleratorState
+from places import ROOT
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.io import terminal
 from accel_sft.launch import audit as auditing
 from accel_sft.launch import deepspeed_ops, describe, environment, host_memory, precision
-from accel_sft.launch.accelerator import verify_engine
+from accel_sft.launch.accelerator import create_accelerator, verify_engine
 from accel_sft.launch.audit import audit, refuse
-from accel_sft.launch.environment import ALLOCATOR, threads_per_process, usable_cores
+from accel_sft.launch.environment import threads_per_process, usable_cores
 from accel_sft.launch.info import launch_of_this_process, launch_of_yaml, read_launch
 
 SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
@@ -142,11 +141,10 @@ if os.environ.get("RANK", "0") == "0":
 @pytest.mark.parametrize(
     ("content", "flags", "world_size"),
     [
-        (Z2, ["--mixed_precision", "no"], 2),
-        (DDP, ["--num_processes", "3"], 3),
-        (DDP | {"distributed_type": "NO"}, [], 1),
+        pytest.param(Z2, ["--mixed_precision", "no"], 2, id="DeepSpeed with a JSON"),
+        pytest.param(DDP, ["--num_processes", "3"], 3, id="three processes", marks=pytest.mark.long),
+        pytest.param(DDP | {"distributed_type": "NO"}, [], 1, id="one process", marks=pytest.mark.long),
     ],
-    ids=["DeepSpeed with a JSON", "three processes", "one process"],
 )
 def test_launch_read_from_yaml_equals_a_real_ranks(content, flags, world_size, tmp_path):
     if content is Z2:
@@ -173,12 +171,9 @@ def test_second_machine_numbers_its_ranks_after_the_first():
 REFUSED = {
     "an unknown key": (Z2 | {"num_proceses": 2}, "unknown keys (['num_proceses'])"),
     "no backend": ({"num_processes": 2}, "A `distributed_type` must be specified"),
-    "a typo in the backend": (Z2 | {"distributed_type": "DEEPSPED"}, "'DEEPSPED' is not a valid DistributedType"),
-    "no processes": ({k: v for k, v in Z2.items() if k != "num_processes"}, "manually pass in `--num_processes`"),
     "a size in words": (Z2 | {"parallelism_config": {"parallelism_config_sp_size": "two"}}, "TypeError: '>' not"),
     "fewer processes than machines": (Z2 | {"num_machines": 3}, "num_processes 2 on 3 machines: give at least one"),
     "a bare no": (Z2 | {"mixed_precision": False}, "in quotes: YAML reads a bare no as false"),
-    "no such precision": (Z2 | {"mixed_precision": "bf32"}, "Unknown mixed_precision mode: bf32"),
     "no JSON": (zero(deepspeed_config_file="none.json"), "none.json: cannot be read as JSON"),
     "JSON without an end": (zero(deepspeed_config_file="/dev/zero"), "/dev/zero: cannot be read as JSON"),
     "no keys": (["a", "b"], "write one `key: value` a line"),
@@ -199,11 +194,11 @@ def test_flag_that_the_launcher_lacks_is_refused_in_a_line(tmp_path):
     assert "usage" not in str(raised.value)
 
 
-@pytest.mark.parametrize("text", [None, "a: [", b"\xff\xfe", "[" * 5000], ids=["none", "half", "bytes", "deep"])
-def test_a_launch_file_that_cannot_be_read_is_named(text, tmp_path):
+@pytest.mark.parametrize("text", [None, "a: [", "[" * 5000], ids=["none", "half", "deep"])
+def test_unreadable_launch_file_is_named(text, tmp_path):
     path = tmp_path / "launch.yaml"
     if text:
-        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        path.write_text(text)
     with pytest.raises(UserError, match=r"launch\.yaml: cannot be read"):
         launch_of_yaml(path)
 
@@ -231,12 +226,6 @@ def sized(content, processes=None, **sizes):
 REFUSED_YAML = {
     "typo in the yaml": (zero(zero_stage=2, zero_sage=3), 0, "did you mean zero_stage"),
     "no such stage": (zero(zero_stage=4), 0, "DeepSpeed refuses zero_optimization.stage"),
-    "no such device": (
-        zero(zero_stage=2, offload_optimizer_device="gpu"),
-        0,
-        "zero_optimization.offload_optimizer.device",
-    ),
-    "foreign key": (zero(zero_stage=2, colour=1), 0, "ignored in silence"),
     "typo for fsdp": (DDP | {"fsdp_config": {"fsdp_reshard_after_foward": True}}, 0, "reshard_after_forward"),
     "no gather": (zero(zero_stage=3), 0, "add zero3_save_16bit_model: true"),
     "offload too low": (zero(zero_stage=2, offload_param_device="cpu"), 0, "offload_param to cpu needs stage 3"),
@@ -244,19 +233,18 @@ REFUSED_YAML = {
     "more ranks than GPUs": (Z2, 1, "--num_processes 1"),
     "FSDP 1": (FSDP | {"fsdp_config": {}}, 2, "FSDP 1 is not supported: fsdp_version: 2"),
     "FSDP on a CPU": (FSDP, 0, "z2.yaml or z3.yaml run on a CPU"),
-    "groups of one": (sized(FSDP, 2, dp_replicate=2), 2, "--num_processes 4, or another multiple of 2"),
-    "unequal groups": (sized(FSDP, 5, dp_replicate=2), 5, "--num_processes 4, or another multiple of 2"),
-    "another size of a group": (sized(FSDP, 4, dp_replicate=2, dp_shard=4), 4, "4 processes make it 2: remove it"),
-    "groups without FSDP": (sized(DDP, dp_replicate=2), 2, "are FSDP's: remove them; accelerate_configs"),
+    "groups of one": (sized(FSDP, 2, dp_replicate=2), 2, "dp_replicate 2 over 2 ranks (fsdp) is not supported"),
+    "unequal groups": (sized(FSDP, 5, dp_replicate=2), 5, "is not supported"),
+    "another size of a group": (sized(FSDP, 4, dp_replicate=2, dp_shard=4), 4, "is not supported"),
+    "groups without FSDP": (sized(DDP, dp_replicate=2), 2, "is not supported"),
     "size without its prefix": (Z2 | {"parallelism_config": {"tp_size": 2}}, 0, "mean parallelism_config_tp_size?"),
-    "TP beside FSDP": (sized(FSDP, 4, tp=2), 4, "tensor parallelism goes alone"),
-    "TP beside ZeRO": (sized(Z2, tp=2), 0, "tensor parallelism goes alone"),
-    "TP beside data parallelism": (sized(DDP, 4, tp=2), 4, "--num_processes 4 --parallelism_config_tp_size 4"),
+    "TP beside FSDP": (sized(FSDP, 4, tp=2), 4, "is not supported"),
+    "TP beside data parallelism": (sized(DDP, 4, tp=2), 4, "tp 2 over 4 ranks (ddp) is not supported"),
     "TP in float16": (sized(DDP, tp=2) | {"mixed_precision": "fp16"}, 2, "each rank would see other overflows"),
-    "context parallelism": (sized(FSDP, 4, cp=2), 4, "context parallelism is not supported: z3_sp.yaml"),
-    "shared rows without DeepSpeed": (sized(DDP, sp=2), 2, "sequence parallelism is DeepSpeed's"),
-    "rows shared by unequal groups": (sized(Z2, 3, sp=2), 0, "3 processes cannot be divided into groups of 2"),
-    "rows shared and groups": (sized(Z2, sp=2, dp_replicate=2), 0, "remove them: they follow from --num_processes"),
+    "context parallelism": (sized(FSDP, 4, cp=2), 4, "is not supported"),
+    "shared rows without DeepSpeed": (sized(DDP, sp=2), 2, "is not supported"),
+    "rows shared by unequal groups": (sized(Z2, 3, sp=2), 0, "sp 2 over 3 ranks (deepspeed) is not supported"),
+    "rows shared and groups": (sized(Z2, sp=2, dp_replicate=2), 0, "is not supported"),
 }
 
 
@@ -267,29 +255,18 @@ def offloading(stage, **more):
 
 ZENFLOW = offloading(2)["zero_optimization"] | {"zenflow": {"topk_ratio": 0.1}}
 REFUSED_JSON = {
-    "tensor parallelism": (JSON | {"tensor_parallel": {"autotp_size": 2}}, "autotp_size: DeepSpeed's"),
+    "tensor parallelism": (JSON | {"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel is not supported"),
     "typo": (JSON | {"gradient_cliping": 1.0}, "did you mean gradient_clipping?"),
     "fp16 and bf16": (JSON | {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
     "optimizer": (JSON | {"optimizer": {"type": "AdamW"}}, "--learning-rate"),
     "ratio in words": (offloading(3, ratio="half"), "DeepSpeed refuses zero_optimization.offload_optimizer.ratio"),
-    "ratio at stage 2": (offloading(2, ratio=0.3), "Partial offloading only supported for ZeRO Stage 3"),
     "zenflow": ({"zero_optimization": ZENFLOW}, "zenflow applies a part of"),
     "no ZeRO": ({"bf16": {"enabled": "auto"}}, "ds.json: zero_optimization.stage is missing: add"),
-    "no stage": ({"zero_optimization": None}, "zero_optimization.stage is missing"),
     "no gather": ({"zero_optimization": {"stage": 3}}, "stage3_gather_16bit_weights_on_model_save: true"),
     "autocast": (JSON | {"torch_autocast": {"enabled": True, "dtype": "float16"}}, "another precision than the run's"),
-    "removed": (JSON | {"elasticity": {"enabled": False}}, "elasticity: DeepSpeed refuses it (Elastic training"),
-    "curriculum": (JSON | {"curriculum_learning": {"enabled": True}}, "curriculum_learning: DeepSpeed refuses it"),
-    "typo in a section": (
-        {"zero_optimization": {"stage": 2, "stage3_param_persistence_treshold": 10}},
-        "DeepSpeed refuses zero_optimization.stage3_param_persistence_treshold: Extra inputs",
-    ),
+    "data efficiency": (JSON | {"data_efficiency": {"enabled": True}}, "data_efficiency changes what a step learns"),
+    "removed": (JSON | {"curriculum_learning": {"enabled": True}}, "curriculum_learning is unknown: remove it"),
     "typo in an offload": (offloading(2, pin_memoy=True), "refuses zero_optimization.offload_optimizer.pin_memoy"),
-    "value of no form": (
-        {"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}},
-        "optimization.reduce_bucket_size",
-    ),
-    "unlike any": (JSON | {"qqqq": 1}, "qqqq is unknown, and would be ignored in silence: remove it"),
     "data types in a word": (JSON | {"data_types": "fp32"}, "data_types: expected keys with values"),
 }
 
@@ -332,7 +309,7 @@ def test_size_flag_that_the_launcher_forgets_is_an_error(tmp_path, built):
     assert "--parallelism_config_sp_size would be ignored in silence" in line
 
 
-def test_a_size_that_is_none_is_refused(monkeypatch):
+def test_a_size_that_is_none_is_refused():
     variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "two"}
     with pytest.raises(UserError, match="PARALLELISM_CONFIG_TP_SIZE is 'two': expected a number of ranks"):
         audit(TrainConfig(), read_launch(variables, []), devices=0)
@@ -351,18 +328,7 @@ WARNS = {
         "",
         "gradient_accumulation_steps 4 is not used",
     ),
-    "clipping": (
-        zero(zero_stage=2, gradient_clipping=0.5),
-        "",
-        "gradient_clipping 0.5 is not used: remove it; --max-gr",
-    ),
     "compiler": (DDP | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "", "dynamo_backend INDUCTOR is not used"),
-    "compiler by flag": (
-        Z2,
-        "--dynamo_backend eager",
-        "dynamo_backend eager is not used: remove it; --compile decides",
-    ),
-    "accumulation by flag": (DDP, "--gradient_accumulation_steps 4", "gradient_accumulation_steps 4 is not used"),
     "clipping by flag": (
         DDP,
         "--gradient_clipping 0.1",
@@ -370,11 +336,9 @@ WARNS = {
     ),
 }
 WARNS_JSON = {
-    "accumulation": (JSON | {"gradient_accumulation_steps": 4}, "ds.json: gradient_accumulation_steps 4 is not used"),
     "batch": (JSON | {"train_batch_size": 64}, "train_batch_size 64 is not used"),
     "clipping in a word": (JSON | {"gradient_clipping": "x"}, "ds.json: gradient_clipping x is not used: remove it"),
     "precision": (JSON | {"bf16": {"enabled": False}}, "fixes the precision to no"),
-    "checkpointing": (JSON | {"activation_checkpointing": {}}, "--gradient-checkpointing decides"),
     "exchange": (JSON | {"communication_data_type": "fp16"}, "communication_data_type fp16 makes gradients less"),
     "ZeRO++": (ZERO_PP, "zero_quantized_gradients true makes gradients less exact"),
 }
@@ -405,18 +369,10 @@ def test_usual_launcher_settings_give_no_warning(tmp_path, built):
     assert audited(tmp_path, zero(zero_stage=2, gradient_clipping=1.0)) == []
 
 
-CHANGES = {"data_efficiency": {"enabled": True}, "weight_quantization": {"shared_parameters": {"enabled": True}}}
-
-
-@pytest.mark.parametrize("key", CHANGES)
-def test_sections_that_change_training_are_refused(key, tmp_path, built):
-    def errors(section):
-        file = written(tmp_path, JSON | {key: section}, "ds.json")
-        return lines(audited(tmp_path, zero(deepspeed_config_file=str(file))), "error")
-
-    (line,) = errors(CHANGES[key])
-    assert f"{key} changes what a step learns: remove it" in line
-    assert errors({"enabled": False}) == errors({"shared_parameters": {"enabled": False}}) == errors({}) == []
+def test_disabled_sections_are_not_refused(tmp_path, built):
+    for section in ({"enabled": False}, {}):
+        file = written(tmp_path, JSON | {"data_efficiency": section}, "ds.json")
+        assert lines(audited(tmp_path, zero(deepspeed_config_file=str(file))), "error") == []
 
 
 def test_json_beats_the_command_line_only_with_an_error(tmp_path, built):
@@ -459,7 +415,7 @@ def test_missing_tools_are_named(tmp_path, monkeypatch):
     monkeypatch.delenv("LDFLAGS", raising=False)
     findings = audit(TrainConfig(), launch, devices=0)
     errors = "\n".join(lines(findings, "error"))
-    for fix in ("install g++", "python3-dev", "pip install ninja", "libaio-dev"):
+    for fix in ("install g++", "python3-dev", "libaio-dev"):
         assert fix in errors
     assert lines(audited(tmp_path, Z2), "error") == []
     monkeypatch.setattr(deepspeed_ops, "waiting", lambda what: what)
@@ -470,13 +426,9 @@ def test_missing_tools_are_named(tmp_path, monkeypatch):
     assert isinstance(deepspeed_ops.compiling(launch), contextlib.nullcontext)
 
 
-@pytest.mark.parametrize(
-    ("offloaded", "needs_nvcc"),
-    [("optimizer_device: cpu", False), ("optimizer_device: nvme", True), ("param_device: nvme", True)],
-)
-def test_only_the_disk_operator_needs_the_cuda_toolkit(tmp_path, monkeypatch, offloaded, needs_nvcc):
-    place, device = offloaded.split(": ")
-    content = zero(zero_stage=3, zero3_save_16bit_model=True, **{f"offload_{place}": device})
+@pytest.mark.parametrize(("device", "needs_nvcc"), [("cpu", False), ("nvme", True)])
+def test_only_the_disk_operator_needs_the_cuda_toolkit(tmp_path, monkeypatch, device, needs_nvcc):
+    content = zero(zero_stage=3, zero3_save_16bit_model=True, offload_optimizer_device=device)
     which = deepspeed_ops.shutil.which
     monkeypatch.setattr(deepspeed_ops.shutil, "which", lambda name: None if name == "nvcc" else which(name))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
@@ -515,12 +467,6 @@ def test_lock_of_a_compilation_is_named_and_stays(tmp_path, monkeypatch):
 
 
 TWO_RANKS = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-
-
-def test_a_launch_without_its_yaml_is_noted(built):
-    variables = {"ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    findings = audit(TrainConfig(), read_launch(variables, []), devices=0)
-    assert "keys were not checked" in lines(findings, "note")[0]
 
 
 @pytest.mark.parametrize(
@@ -614,17 +560,6 @@ def test_the_ninja_beside_this_python_comes_before_the_systems(tmp_path, prepare
     assert shutil.which("ninja", path=after) == str(Path(sysconfig.get_path("scripts"), "ninja"))
 
 
-def test_torch_knows_the_allocators_setting():
-    """It would refuse one that it does not know, but only when the first tensor is put on a GPU; without one it looks
-    at the values of those that it knows."""
-    if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
-        return  # a torch from before
-    name, value = ALLOCATOR[1].split(":")
-    torch._C._accelerator_setAllocatorSettings(f"{name}:{value}")
-    with pytest.raises((ValueError, RuntimeError)):
-        torch._C._accelerator_setAllocatorSettings(f"{name}:neither")
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -716,7 +651,6 @@ def test_line_width_is_the_terminals_though_output_is_a_file(tmp_path, monkeypat
     termios.tcsetwinsize(theirs, (50, 121))
     with open(theirs, "w") as stream, open(ours, "rb"):
         monkeypatch.setattr(terminal, "_terminal", stream)
-        assert terminal.columns() == 121
         assert {len(line) for line in terminal.wrapped("four " * 24).splitlines()} == {119}
 
 
@@ -729,7 +663,6 @@ LAUNCHER = ["/x/python3", "/x/bin/accelerate", "launch", "--config_file", "z 2.y
         (LAUNCHER, "", None, "/x/bin/accelerate launch --config_file 'z 2.yaml' -m accel_sft math --output-dir a"),
         ([], "python -m accel_sft math", None, "python -m accel_sft math --output-dir a"),
         ([], "/x/python bin/accel-sft math", None, "bin/accel-sft math --output-dir a"),
-        ([], "x --output-dir r", "r", "x --output-dir r"),
         ([], "x --hf-token a --output-dir r", "r", "x --hf-token '***' --output-dir r"),
     ],
 )
@@ -752,102 +685,17 @@ def test_under_torchrun_the_command_that_continues_a_run_is_torchruns(monkeypatc
 
 
 def test_ranks_that_would_train_alone_are_refused():
-    """FSDP on a CPU, were it not for the audit: Accelerate believes that each of two ranks is the only one."""
-    script = """
-        from accel_sft.api.config import TrainConfig
-        from accel_sft.launch.accelerator import create_accelerator
-        from accel_sft.launch.info import launch_of_this_process
-        create_accelerator(TrainConfig(), launch_of_this_process())
-        """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    fsdp = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-    ranks = [python(script, LOCAL_RANK=rank, RANK=rank, **world, **fsdp) for rank in ("0", "1")]
-    for process in ranks:
-        stderr = process.communicate()[1]
-        assert process.returncode != 0
-        assert "processes would train alone" in stderr
-
-
-RANK = """
-import json, os, sys
-from pathlib import Path
-from accel_sft.launch.environment import prepare_environment
-from accel_sft.launch.accelerator import create_accelerator, prepare_model
-from accel_sft.launch.describe import describe, launch_record
-from accel_sft.launch.info import launch_of_this_process
-from accel_sft.io.terminal import quiet
-from accel_sft.resilience.exit import ExitHandler, leave_together
-
-prepare_environment()
-from accel_sft.launch.audit import audit, refuse
-from accel_sft.api.config import TrainConfig
-
-folder = Path(sys.argv[1])
-with ExitHandler(), quiet(folder / f"rank-{os.environ['RANK']}.log"):
-    config = TrainConfig(max_grad_norm=0.25)
-    refuse(audit(config, launch_of_this_process()))
-    accelerator, launch = create_accelerator(config, launch_of_this_process())
-    import torch
-
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model, optimizer = prepare_model(accelerator, launch, model, optimizer, config.max_grad_norm)
-    inputs = torch.full((2, 4), 1.0 + accelerator.process_index, dtype=next(model.parameters()).dtype)
-    loss = model(inputs).float().square().mean()
-    if hasattr(model, "set_gradient_accumulation_boundary"):
-        model.set_gradient_accumulation_boundary(True)
-        model.backward(loss, scale_wrt_gas=False)
-        model.step()
-    else:
-        accelerator.backward(loss)
-        optimizer.step()
-    weights = torch.cat([weight.detach().float().flatten() for weight in model.parameters()])
-    everyone = accelerator.gather(weights[None]).tolist()
-    if accelerator.is_main_process:
-        answer = {"record": launch_record(accelerator, launch), "rows": describe(accelerator, launch)}
-        answer["weights"] = everyone
-        answer["cudnn"] = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED"), torch.backends.cuda.cudnn_sdp_enabled()
-        (folder / "answer.json").write_text(json.dumps(answer, allow_nan=False))
-    leave_together()
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "flags", "precision"),
-    [("ddp", [], "bf16"), pytest.param("z2", ["--mixed_precision", "no"], "no", marks=pytest.mark.long)],
-)
-def test_two_real_ranks_are_one_world(name, flags, precision, tmp_path):
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    config_file = str(ROOT / "accelerate_configs" / f"{name}.yaml")
-    command = launcher(name, *flags, str(script), str(tmp_path))
-    variables = {**os.environ, "PLANTED_BF16": "avx512_bf16"}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads((tmp_path / "answer.json").read_text())
-    record = answer["record"]
-    assert record["processes"] == len(answer["weights"]) == 2
-    assert answer["weights"][0] == answer["weights"][1]
-    assert answer["cudnn"] == ["1", False]  # its attention plans anew for each shape
-    assert (record["precision"], record["yaml_path"], record["communication"]) == (precision, config_file, "gloo")
-    assert yaml.safe_load(record["yaml"]) == yaml.safe_load(Path(config_file).read_text())  # without its comments
-    assert record["threads_per_process"] == max(1, usable_cores() // 2)
-    assert ["ranks", "2 processes"] in answer["rows"]
-    if name == "z2":
-        assert record["deepspeed_config"]["gradient_clipping"] == 0.25
-        assert record["zero_stage"] == 2
+    """As Accelerate lets the ranks of FSDP on a CPU, were it not for the audit."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(UserError, match="each of 2 processes would train alone"):
+        create_accelerator(TrainConfig(), read_launch(TWO_RANKS, []))
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
         ({"WORLD_SIZE": "2"}, "RANK is not set, MASTER_ADDR is not set, MASTER_PORT is not set: unset WORLD_SIZE"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE is ''"),
         ({"WORLD_SIZE": "abc", "RANK": "-1"}, "WORLD_SIZE is 'abc', RANK is '-1'"),
     ],
 )

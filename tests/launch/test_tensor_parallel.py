@@ -65,7 +65,6 @@ def loss_gradients_and_norm_are_one_processs_and_a_checkpoint_restores_every_bit
     [
         (transformers.GPT2Config(), 2, False, "transformers has no plan"),
         (settings(), 3, False, "its 4 attention heads and 2 heads of keys and values cannot be divided among 3 ranks"),
-        (settings(), 4, False, "its 2 heads of keys and values cannot be divided among 4 ranks"),
         (settings(), 2, True, "the data has images"),
         (settings(quantization_config={"quant_method": "fp8"}), 2, False, "its weights are quantized"),
         (settings(base_model_tp_plan={"layers": "of_tomorrow"}), 2, False, "not known to be exact (of_tomorrow)"),
@@ -90,11 +89,9 @@ def test_families_whose_plans_are_exact_are_not_refused(name):
     ("option", "flag"),
     [
         ({"adapter": "lora"}, "--adapter lora"),
-        ({"adapter": "adalora"}, "--adapter adalora"),
         ({"optimizer": "adamw-8bit"}, "--optimizer adamw-8bit"),
         ({"load_in_4bit": True, "adapter": "lora"}, "--load-in-4bit"),
         ({"compile": True}, "--compile"),
-        ({"use_liger_kernel": True}, "--use-liger-kernel"),
     ],
 )
 def test_settings_that_need_whole_matrices_are_refused(option, flag):

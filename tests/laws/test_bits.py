@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import psutil
 from conftest import accel_sft
 from limits import wait_for
-from reference_job import FP32, JOB, ONCE, layout, same_curve, same_weights
+from reference_job import FP32, JOB, ONCE, layout, own_task, same_curve, same_weights
 from stopping import ranks, started, steps_done
 
 DROPOUT = ("math", "--adapter", "lora", "--lora-dropout", "0.1", "--max-steps", "20", "--global-batch-size", "10")
@@ -43,16 +41,18 @@ def test_ranks_killed_before_a_checkpoint_end_with_the_same_bits(tmp_path):
     assert [line["loss"] for line in resumed.lines()] == [line["loss"] for line in whole.lines()]
 
 
+ASKING = """
+def messages(self, example):
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    return super().messages(example)
+"""
+
+
 def test_deterministic_asks_for_kernels_that_repeat_every_bit(launched, tmp_path):
-    """In a process of its own, for it holds for all that follows."""
-    code = "from accel_sft.launch.accelerator import create_accelerator; from accel_sft.api.config import TrainConfig\n"
-    code += "from accel_sft.launch.info import launch_of_this_process\n"
-    code += "import os, torch; create_accelerator(TrainConfig(deterministic=True), launch_of_this_process())\n"
-    code += "print(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),"
-    code += " os.environ['CUBLAS_WORKSPACE_CONFIG'])"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.split() == ["True", "False", ":4096:8"]
-    run = accel_sft(*JOB, *ONCE, "--deterministic", run_dir=tmp_path / "run")
+    task = own_task(tmp_path, ASKING)
+    run = accel_sft(task, *JOB[1:], *ONCE, "--deterministic", run_dir=tmp_path / "run")
     assert run.status == 0, run.output
     same_curve(layout(launched, "plain").lines(), run.lines())
     assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["deterministic"] is True

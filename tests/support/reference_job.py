@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 import torch
 from conftest import accel_sft, stopped
@@ -29,6 +31,16 @@ LAYOUTS = {
 }
 MICRO = {"plain": "3", "ddp": "2", "z2": "2", "z3": "1"}
 FLAGS = {"plain with recomputed activations": ("--gradient-checkpointing",)}
+
+
+def own_task(folder, methods):
+    """Write the task math with these methods as a file, and return the word that names it."""
+    head = (
+        "import atexit, os, pathlib, sys, torch\nfrom dataclasses import dataclass\nfrom accel_sft_math import Math\n\n"
+    )
+    own = f"@dataclass(kw_only=True)\nclass Own(Math):\n{textwrap.indent(methods, '    ')}"
+    (folder / "own.py").write_text(head + own)
+    return f"{folder}/own.py:Own"
 
 
 def layout(launched, name):

@@ -35,6 +35,7 @@ from accel_sft.evaluation.scoring import check_scoring, scored
 from accel_sft.io import lock
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.run_record import recorded_options
+from accel_sft.launch import deepspeed_ops
 from accel_sft.launch.info import read_launch
 from accel_sft.resilience.exit import report
 from accel_sft.resilience.signals import StopSignals
@@ -84,15 +85,12 @@ def fail(*_):
         ("aggregate", lambda self, scores: {"right": "much"}, r"aggregate\(\) failed, .* 'much'"),
         ("aggregate", fail, r"aggregate\(\) failed, .*RuntimeError: ill"),
         ("aggregate", lambda self, scores: {"other": 1.0}, r"aggregate\(\) gave \['other'\], without its main_metric"),
-        ("score", lambda self, example, text: {"other": 1.0}, r"score\(\) gave \['other'\], without its main_metric"),
         (
             "aggregate",
             lambda self, scores: {"right": 1.0, "loss": 0.0, "generate_seconds": 0.0},
             r"gave generate_seconds, loss: names of the trainer's own numbers",
         ),
         ("score", lambda self, example, text: 1.0, r"validation example [01]: score\(\) gave 1\.0"),
-        ("score", lambda self, example, text: {"right": {1}}, r"score\(\) gave .*, which JSON cannot hold \(Object of"),
-        ("score", lambda self, example, text: {str(example): 1.0}, r"score\(\) gave '.*' None, of which"),
         ("score", fail, r"validation example [01]: the task's score\(\) failed on .*RuntimeError: ill"),
     ],
 )
@@ -122,7 +120,6 @@ def test_task_that_turns_gradients_off_still_trains(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("float(text == str(example))", "'yes'", "score() gave 'accuracy' 'yes', of which there is no mean"),
         ('"accuracy"\n', '"f1"\n', "the task's score() gave ['accuracy'], without its main_metric 'f1'"),
         ('{"accuracy":', '1 / 0 or {"accuracy":', "validation example 0: the task's score() failed on '0': Zero"),
     ],
@@ -180,8 +177,6 @@ def test_a_metric_may_be_any_number(tiny):
     ("examples", "message"),
     [
         (None, r"dataset\('train'\) gave NoneType, expected a sequence"),
-        ({"rows": [1, 2]}, r"dataset\('train'\) gave dict, expected a sequence"),
-        ("rows.json", r"dataset\('train'\) gave str, expected a sequence"),
         ([], r"dataset\('train'\) is empty"),
     ],
 )
@@ -240,6 +235,7 @@ def test_finished_run_without_checkpoints_refuses_other_settings(copy, called):
     refused = called(*whole.arguments, "--seed", "99", "--resume", "auto", run_dir=folder)
     assert refused.status == 1
     assert "--seed: the run was started with 7, not 99" in refused.output
+    assert "then start a new run with --init-from" in " ".join(refused.output.split())
     assert (folder / "base" / "tokenizer.json").stat().st_mtime_ns == before
 
 
@@ -306,13 +302,11 @@ def test_runs_of_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
 RUNNING, FAILED = '{"status": "running"}', '{"status": "failed"}'
 OCCUPIED = {
     "a run": ("off", {"result.json": '{"status": "complete"}'}, "continue the run in it with --resume auto"),
-    "a start that was killed": ("off", {"result.json": RUNNING}, "continue the run in it with --resume auto"),
     "a start that was killed, resumed": ("auto", {"result.json": RUNNING}, None),
     "a failed start, resumed": ("auto", {"result.json": FAILED, "base/notes": "mine"}, None),
     "another's metrics": ("auto", {"result.json": RUNNING, "metrics.jsonl": "[1]"}, "not a run of accel_sft"),
     "another's result": ("auto", {"result.json": '{"accuracy": 1.0}', ".a.1.tmp": "mine"}, "not a run of accel_sft"),
     "half a record": ("auto", {"result.json": RUNNING, "run.json": '{"task": "math"}'}, "not the record of a run"),
-    "another's record": ("auto", {"run.json": "[]", "metrics.jsonl": "[1]"}, "not the record of a run of accel_sft"),
 }
 
 
@@ -359,7 +353,7 @@ def test_machines_without_a_common_folder_are_refused(tmp_path, monkeypatch):
     assert run_dir.read_status() == "failed"
 
 
-@pytest.mark.parametrize("file", ["error.json", "/error.json", "log/termination"])
+@pytest.mark.parametrize("file", ["/error.json", "log/termination"])
 def test_an_error_file_that_is_not_torchruns_is_only_written(tmp_path, monkeypatch, file):
     (tmp_path / "run" / "log").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "run")
@@ -399,10 +393,9 @@ def test_a_resume_with_another_score_says_so(tmp_path, capsys):
     _check_unchanged(before, {**before, "task_code": None}, RunDir(tmp_path))
     _check_unchanged({**before, "task_code": None}, before, RunDir(tmp_path))
     assert capsys.readouterr().out == ""
-    _check_unchanged(before, {**before, "task_code": "b"}, RunDir(tmp_path))
-    assert "the task has changed since the last start (its code): earlier metrics" in capsys.readouterr().out
-    _check_unchanged(before, {**before, "task_libraries": {"library": "1.1"}}, RunDir(tmp_path))
-    assert "the task has changed since the last start (library 1.0, here 1.1): earlier" in capsys.readouterr().out
+    for change in ({"task_code": "b"}, {"task_libraries": {"library": "1.1"}}):
+        _check_unchanged(before, {**before, **change}, RunDir(tmp_path))
+        assert "the task's code or its libraries have changed since the last start" in capsys.readouterr().out
 
 
 def test_another_runs_checkpoint_is_refused(tmp_path):
@@ -410,15 +403,6 @@ def test_another_runs_checkpoint_is_refused(tmp_path):
     with pytest.raises(UserError, match=f"--resume {theirs}: not a checkpoint of the run .* use --init-from"):
         claim(tmp_path / "run", resume=str(theirs))
     assert [*tmp_path.iterdir()] == []
-
-
-def test_a_longer_run_is_refused_with_the_way_out(tmp_path):
-    record = {"task": "t", "config": TrainConfig(max_steps=6).resolved({}).as_dict(), "task_options": {}}
-    record |= {"data_sha256": "a", "task_code": "a"}
-    longer = {**record, "config": {**record["config"], "max_steps": 9}}
-    with pytest.raises(UserError, match="--max-steps: the run was started with 6, not 9") as raised:
-        _check_unchanged(record, longer, RunDir(tmp_path))
-    assert raised.value.problems[-1].endswith(f"start a new run with --init-from {tmp_path}.")
 
 
 def test_broken_record_is_named_and_broken_result_is_rewritten(copy, called):
@@ -482,7 +466,7 @@ def test_a_full_disk_is_named_with_the_way_out(tmp_path, size, message):
     assert json.loads(run.stdout[run.stdout.rindex("{\n") :])["status"] in ("failed", "running")
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_refused_write_is_reported_with_a_fix(tmp_path, number):
     error = _explained(RunDir(tmp_path), StopSignals(), OSError(number, os.strerror(number), "model.safetensors"))
     assert isinstance(error, UserError)
@@ -492,10 +476,7 @@ def test_refused_write_is_reported_with_a_fix(tmp_path, number):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        (
-            {"CXX": "no-such-compiler"},
-            "--compile: there is no C++ compiler (no-such-compiler); install one, or",
-        ),
+        ({"CXX": "no-such-compiler"}, "--compile: there is no compiler (no-such-compiler); "),
         ({"ACCEL_SFT_CACHE": "~nobody.here"}, "ACCEL_SFT_CACHE ~nobody.here: nobody here has this home folder"),
     ],
 )
@@ -508,8 +489,10 @@ def test_senseless_environment_is_refused_in_one_line(called, monkeypatch, tmp_p
     assert "Traceback" not in run.output
 
 
-@pytest.mark.parametrize("flag", ["compile", "use_liger_kernel"])
-@pytest.mark.parametrize("lacking", ["there is no C compiler (no-such-compiler)", "Python's headers are missing"])
+@pytest.mark.parametrize(
+    ("flag", "lacking"),
+    [("compile", "there is no compiler (no-such-compiler)"), ("use_liger_kernel", "Python's headers are missing")],
+)
 def test_what_kernels_on_gpus_are_compiled_with_is_asked_for(flag, lacking, monkeypatch, tmp_path):
     compiler = tmp_path / "cc"
     compiler.write_text("#!/bin/sh\n")
@@ -517,7 +500,7 @@ def test_what_kernels_on_gpus_are_compiled_with_is_asked_for(flag, lacking, monk
     monkeypatch.setenv("CC", "no-such-compiler" if "compiler" in lacking else str(compiler))
     monkeypatch.setattr(prepare, "device_count", lambda: 1)
     monkeypatch.setattr(prepare, "liger", lambda: None)
-    monkeypatch.setattr(prepare.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(deepspeed_ops.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     with pytest.raises(UserError, match=f"--{flag.replace('_', '-')}: {re.escape(lacking)}"):
         prepare._refuse_missing_packages(TrainConfig(**{flag: True}).resolved({}))
     (tmp_path / "Python.h").write_text("")
@@ -549,20 +532,17 @@ def test_evaluation_takes_lengths_from_flags_then_from_the_run(launched, called)
 def test_evaluation_uses_the_runs_precision_unless_launched(copy):
     _, folder = copy
     evaluated = ("evaluate", "math", "--model", str(folder), "--dry-run")
-    assert re.search("precision +fp32", accel_sft(*evaluated).output)
+    assert ", fp32 (" in accel_sft(*evaluated).output
     record = json.loads((folder / "run.json").read_text())
     record["launch"]["precision"] = "bf16"
     (folder / "run.json").write_text(json.dumps(record))
-    printed = accel_sft(*evaluated).output
-    assert re.search("precision +bf16", printed)
-    assert "clipping" not in printed  # nothing is trained
+    assert ", bf16 (" in accel_sft(*evaluated).output
     launched = {"ACCELERATE_MIXED_PRECISION": "no"}
-    assert re.search("precision +fp32", accel_sft(*evaluated, environment=launched).output)
+    assert ", fp32 (" in accel_sft(*evaluated, environment=launched).output
 
 
 HOSTILE = {
     "a number for a name": {"task": 5},
-    "no settings": {"config": None},
     "lengths that are none": {"config": {"max_length": "9" * 9, "max_new_tokens": []}},
     "what steers a terminal": {"task": "\x1b]0;mine\x07", "launch": {"precision": "\x1b[2J"}},
     "deep": None,

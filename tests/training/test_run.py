@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from conftest import accel_sft, stopped
 from limits import limit
-from reference_job import JOB, LAYOUTS, MICRO, ONCE, goes_on_to_the_same_bits, layout, same_curve
+from reference_job import JOB, LAYOUTS, MICRO, ONCE, goes_on_to_the_same_bits, layout, own_task, same_curve
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -28,8 +28,6 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint.shards import Averages
 from accel_sft.resilience.signals import Interruption
 from accel_sft.training.trainer import Trainer
-
-RESUMABLE = ("plain", "z2", "z3")
 
 
 def weights(folder):
@@ -49,12 +47,10 @@ def test_a_resumed_run_ends_with_the_same_bits(launched, tmp_path, name):
     assert "on rank 0 a step took" in resumed.output
 
 
-@pytest.mark.parametrize("name", ["plain", "z2"])
-def test_a_finished_run_is_left_alone(launched, name):
-    whole = layout(launched, name)
+def test_a_finished_run_is_left_alone(launched):
+    whole = layout(launched, "plain")
     before = (whole.run_dir / "metrics.jsonl").read_bytes()
-    arguments = ("--config", str(whole.run_dir / "run.yaml")) if name == "plain" else whole.arguments
-    again = accel_sft(*arguments, "--resume", "auto", run_dir=whole.run_dir, **whole.options)
+    again = accel_sft("--config", str(whole.run_dir / "run.yaml"), "--resume", "auto", run_dir=whole.run_dir)
     assert again.status == 0, again.output
     assert "finished" in again.output
     assert (whole.run_dir / "metrics.jsonl").read_bytes() == before
@@ -92,7 +88,7 @@ def test_run_that_failed_before_beginning_can_start_again(called, tmp_path):
     assert fixed.status == 0, fixed.output
 
 
-@pytest.mark.parametrize("name", RESUMABLE)
+@pytest.mark.parametrize("name", ["plain", "z3"])
 def test_final_and_best_load_in_plain_transformers(launched, name):
     run = layout(launched, name)
     for folder in ("final", "best"):
@@ -121,7 +117,7 @@ def test_the_cards_own_lines_give_the_answer_the_run_gave(launched):
     assert done.stdout.rstrip("\n") == sample["generated"]
 
 
-@pytest.mark.parametrize("name", RESUMABLE)
+@pytest.mark.parametrize("name", ["z2", "z3"])
 def test_each_validation_example_is_counted_once_on_any_layout(launched, name):
     run, reference = layout(launched, name), layout(launched, "plain")
     for step in (0, 6):
@@ -166,7 +162,7 @@ class Counted(Task):
 
 @pytest.mark.parametrize(
     ("count", "batch_size"),
-    [(4, 1), pytest.param(2, 64, marks=pytest.mark.long), pytest.param(5, 2, marks=pytest.mark.long)],
+    [(4, 1), pytest.param(2, 64, marks=pytest.mark.long)],
 )
 def test_three_ranks_report_the_numbers_of_a_plain_count(launched, tmp_path, count, batch_size):
     model_dir = layout(launched, "plain").run_dir / "final"
@@ -211,7 +207,6 @@ def test_what_a_run_leaves_behind(launched):
     assert result["steps"] == 6
     for key in ("train_seconds", "tokens_per_second", "peak_host_memory_gib"):
         assert result[key] > 0
-    assert "peak_device_memory_gib" in result
     assert {"accuracy", "eval_loss", "generate_tokens_per_second"} <= result["before"].keys() & result["after"].keys()
     assert {phase["phase"] for phase in result["phases"]} >= {"data", "model", "sharded", "ready"}
     assert {phase["rank"] for phase in result["phases"]} == {0, 1}
@@ -225,7 +220,6 @@ def test_what_a_run_leaves_behind(launched):
     assert all(key in line for key in wanted)
     report = (run.run_dir / "report.md").read_text()
     assert report.count("Answer: ") >= 7
-    assert "computed once" in report  # which the terminal says no more
     assert {"versions", "threads_per_process", "communication", "device"} <= record["launch"].keys()
 
 
@@ -236,7 +230,8 @@ def test_the_terminal_is_quiet_and_in_order(launched):
     assert output.index("ZeRO-2") < output.index("training examples") < output.index("base and tuned")
     assert output.count("base and tuned") == 1
     assert "base: tiny before the first step; tuned: final/, of step 6\n" in output
-    opening = output[output.index("run       ") : output.index("step 6/6")].splitlines()[:7]
+    lines = output[output.index("run       ") : output.index("step 6/6")].splitlines()
+    opening = [line for line in lines if not line.endswith("from the cache")][:7]
     names = ["run", "settings", "validation:", "warning:", "data", "model", "step"]
     assert [line.split()[0] for line in opening] == names
     run, _, _, _, data, model, first = opening
@@ -310,40 +305,15 @@ def test_adapter_trained_further_keeps_its_shape_or_says_so(launched, called, tm
     assert "--lora-dropout 0.0: the adapter in" in wrong.output
 
 
-def test_a_module_that_is_not_there_is_named(called, tmp_path):
-    modules = ("--adapter", "lora", "--lora-target-modules", "q_proj,nosuch")
-    run = called(*JOB, *modules, run_dir=tmp_path / "run")
-    assert run.status == 1
-    assert "--lora-target-modules nosuch: no such module; this model has down_proj" in run.output
-
-
-def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
-    rate = ("--learning-rate", "1e8", "--warmup-ratio", "1", "--max-grad-norm", "0")
-    run = accel_sft(*JOB, *rate, *("--eval-every", "off"), run_dir=tmp_path / "run")
-    assert run.status == 1
-    assert ", and the step was not applied; its training examples are " in run.output
-    assert not (tmp_path / "run" / "final").exists()
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
-
-
 STRAYING = """
-from dataclasses import dataclass
-from accel_sft_math import Math as Shipped
-
-@dataclass(kw_only=True)
-class Straying(Shipped):
-    \"\"\"Math whose rows come in another order on each rank.\"\"\"
-
-    def dataset(self, split):
-        import os
-        rows = super().dataset(split)
-        return rows[::-1] if os.environ.get("RANK") == "1" else rows
+def dataset(self, split):
+    rows = super().dataset(split)
+    return rows[::-1] if os.environ.get("RANK") == "1" else rows
 """
 
 
 def test_ranks_that_would_train_on_different_data_are_refused(tmp_path):
-    (tmp_path / "own.py").write_text(STRAYING)
-    run = accel_sft(f"{tmp_path}/own.py:Straying", *JOB[1:], yaml="ddp", run_dir=tmp_path / "run")
+    run = accel_sft(own_task(tmp_path, STRAYING), *JOB[1:], yaml="ddp", run_dir=tmp_path / "run")
     assert run.status != 0
     assert "ranks got different examples from dataset()" in run.output
 
@@ -388,17 +358,10 @@ def test_evaluate_alone_gives_the_runs_numbers(launched, tmp_path):
     assert "load_peak_host_memory_gib" in alone.result()["after"]
 
 
-@pytest.mark.parametrize(
-    ("models", "said"),
-    [
-        (["--model", "tiny"], "--model and --base: the model tiny is made for each run"),
-        (["--model", "r", "--base", "tiny"], "--model and --base: the model tiny is made for each run"),
-    ],
-)
-def test_evaluate_needs_weights_that_exist(called, models, said):
-    run = called("evaluate", "math", *models)
+def test_evaluate_needs_weights_that_exist(called):
+    run = called("evaluate", "math", "--model", "r", "--base", "tiny")
     assert run.status == 1
-    assert f"Error: {said}" in run.output
+    assert "Error: --model and --base: the model tiny is made for each run" in run.output
 
 
 def test_dry_run_stops_before_anything_is_made(tmp_path):
@@ -487,29 +450,23 @@ def test_train_limit_bounds_what_run_and_check_read(called, tmp_path):
 
 
 FAILING = """
-from dataclasses import dataclass
-from accel_sft_math import Math as Shipped
-
-@dataclass(kw_only=True)
-class Failing(Shipped):
-    \"\"\"Math with a judge that fails on one rank.\"\"\"
-
-    def score(self, example, text):
-        import os
-        if os.environ.get("RANK") == "1":
-            WHAT
-        return super().score(example, text)
+def score(self, example, text):
+    if os.environ.get("RANK") == "1":
+        WHAT
+    return super().score(example, text)
 """
 
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [('raise RuntimeError("the judge is ill")', "score() failed"), ("raise SystemExit(0)", "own.py:12")],
+    [
+        pytest.param('raise RuntimeError("the judge is ill")', "score() failed", marks=pytest.mark.long),
+        ("raise SystemExit(0)", "own.py:"),
+    ],
 )
 def test_failing_rank_ends_the_run_with_its_message(tmp_path, what, message):
-    (tmp_path / "own.py").write_text(FAILING.replace("WHAT", what))
-    started = time.monotonic()
-    run = accel_sft(f"{tmp_path}/own.py:Failing", *JOB[1:], yaml="ddp", run_dir=tmp_path / "run", real=True)
+    task, started = own_task(tmp_path, FAILING.replace("WHAT", what)), time.monotonic()
+    run = accel_sft(task, *JOB[1:], yaml="ddp", run_dir=tmp_path / "run", real=True)
     assert run.status != 0
     assert time.monotonic() - started < limit(400), "the other rank waited for the one that failed"
     summary = run.output[run.output.index("ChildFailedError") :]
@@ -522,13 +479,6 @@ def test_failing_rank_ends_the_run_with_its_message(tmp_path, what, message):
 
 
 ENDING = """
-import atexit, dataclasses, os, pathlib, sys
-from accel_sft_math import Math
-
-@dataclasses.dataclass(kw_only=True)
-class Ending(Math):
-    pass
-
 class Held:
     def __del__(self):
         if sys.is_finalizing():
@@ -540,7 +490,7 @@ atexit.register(lambda: pathlib.Path("HERE", os.environ["RANK"]).touch())
 
 
 def test_finished_ranks_run_exit_handlers_and_skip_the_teardown(tmp_path):
-    (tmp_path / "own.py").write_text(ENDING.replace("HERE", str(tmp_path)))
-    run = accel_sft(f"{tmp_path}/own.py:Ending", "--dry-run", *JOB[1:], yaml="ddp", real=True)
+    task = own_task(tmp_path, ENDING.replace("HERE", str(tmp_path)))
+    run = accel_sft(task, "--dry-run", *JOB[1:], yaml="ddp", real=True)
     assert run.status == 0, run.output
     assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}

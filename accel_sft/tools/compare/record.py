@@ -9,8 +9,8 @@ from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.io.files import abandoned, json_safe, mapping, read_json, write_atomically
+from accel_sft.launch.machine_state import environment
 from accel_sft.launch.recordable import masked_words
-from accel_sft.launch.this_machine import environment
 from accel_sft.tools.compare.settings import ComparedSetting
 from accel_sft.tools.report.runs import COMPARISON, SCHEMA
 

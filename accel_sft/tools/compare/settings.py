@@ -14,10 +14,10 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, Setting, flag_of
 from accel_sft.launch.info import launch_of_yaml
 from accel_sft.launch.launcher import PRECISION
+from accel_sft.launch.machine_state import nvidia_gpus, this_machine_computes_bf16
 from accel_sft.launch.parallelism import fitted, sized
 from accel_sft.launch.precision import assume_precision
 from accel_sft.launch.recordable import masked_words, recordable
-from accel_sft.launch.this_machine import nvidia_gpus, this_machine_computes_bf16
 
 SINGLE = "single"
 """The value of --launch that stands for one process without a launcher."""

@@ -12,9 +12,9 @@ from accel_sft.api.limits import TENSOR_PARALLEL, launch_problem
 from accel_sft.api.options import flag_of
 from accel_sft.launch import host_memory
 from accel_sft.launch.info import Launch, launch_of_yaml
+from accel_sft.launch.machine_state import nvidia_gpus, this_machine_computes_bf16
 from accel_sft.launch.parallelism import audit_parallelism, sized
 from accel_sft.launch.precision import assume_precision
-from accel_sft.launch.this_machine import nvidia_gpus, this_machine_computes_bf16
 from accel_sft.memory.estimate import Estimate, estimate
 from accel_sft.memory.job import Job
 from accel_sft.tools.plan.speed import Speed, speed

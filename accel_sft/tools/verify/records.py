@@ -25,7 +25,7 @@ from accel_sft.launch.recordable import versions
 from accel_sft.models.source import find_source, other_base
 from accel_sft.rows.fingerprint import code_fingerprint, task_record
 from accel_sft.tracking.metrics_file import chained, read_lines
-from accel_sft.training.schedule import learning_rate
+from accel_sft.training.state import learning_rate
 
 LEVELS = ("differs", "open", "holds")
 """Verdicts on a file or a segment of steps, worst first; `open`: cannot be decided on this machine."""
