@@ -18,7 +18,6 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint.partition import MOMENTS
 from accel_sft.evaluation import generate
-from accel_sft.launch.machine_state import environment
 from accel_sft.launch.precision import assume_precision
 from accel_sft.memory import estimate as closed_form
 from accel_sft.memory.estimate import COMPONENTS, PHASES, WITH_COPY, totals
