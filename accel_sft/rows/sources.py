@@ -153,7 +153,7 @@ def _configurations(card: Path) -> list[dict[str, Any]]:
 
     try:
         content = yaml.safe_load(head[1])
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):  # `date: 2026-13-45` is one
         return []
     configs = content.get("configs") if isinstance(content, dict) else None
     return [config for config in configs if isinstance(config, dict)] if isinstance(configs, list) else []

@@ -137,9 +137,9 @@ def test_splits_of_a_card_are_read_as_it_says(tmp_path):
     rows = read_rows(folder, answer)
     assert (list(rows), rows.notes[-1]) == (["en.jsonl"], f"{folder}: not read, as in none of its splits: raw.jsonl")
     assert list(read_rows(folder, answer, split="validation")) == ["gold.jsonl", "more/a.jsonl"]
-    for content in ("---\nconfigs:\n- data_files: none.jsonl\n---\n", "---\n{data_files\n---\n", "data_files: x"):
-        card.write_text(content)
-        assert len(read_rows(folder, answer)) == 4, "the card names no file that is there"
+    for content in ("- data_files: none.jsonl", "{", "- data_files: raw.jsonl\ndate: 2001-13-45", "!!bool x"):
+        card.write_text(f"---\nconfigs:\n{content}\n---\n")
+        assert len(read_rows(folder, answer)) == 4, "the card names no file that is there, or is damaged"
     for pattern, expected in PATTERNS.items():
         card.write_text(f"---\nconfigs:\n- data_files: {pattern}\n---\n")
         assert list(read_rows(folder, answer)) == expected, pattern
