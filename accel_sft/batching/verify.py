@@ -80,8 +80,7 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded] = ()) -> tuple[list[Ba
 def _exact_of(
     name: str, trial: Trial, alone: Sequence[float], row_sets: Sequence[Sequence[Encoded]], dropout: str | None
 ) -> tuple[Batching | None, str | None]:
-    """The first exact batching of the layouts with this name, or why there is none; `alone`: the loss of each row
-    set."""
+    """The first exact batching of the layouts with this name, or why there is none; `alone` has each row set's loss."""
     if name == "shared" and dropout:
         return None, f"rows of a step would share their dropout ({dropout})"
     if name == "shared" and not any(map(LAYOUTS[0].prefix, row_sets)):
@@ -180,8 +179,7 @@ def enough(examples: Sequence[Encoded]) -> list[Encoded]:
 
 
 def _row_sets(examples: Sequence[Encoded]) -> list[list[Encoded]]:
-    """Some short rows, with images if any rows have them; and a pair: a short row without images and the longest
-    row."""
+    """Some short rows, with images if any rows have them; and a short row without images beside the longest."""
     among = _shortest([row for row in examples if row.images] or examples)
     longest = max(examples, key=lambda example: (len(example.input_ids), example.index))
     beside = next((row for row in _shortest(examples) if not row.images), among[0])
@@ -189,8 +187,7 @@ def _row_sets(examples: Sequence[Encoded]) -> list[list[Encoded]]:
 
 
 def _dropout(trial: Trial, plain: Batching) -> str | None:
-    """The module or setting with dropout; a phrase if only the forward's randomness reveals it; None if there is
-    none."""
+    """The module or setting with dropout; a phrase if only the forward's randomness reveals it; or None."""
     trial.model.train()
     batch = trial.batch(plain, enough(trial.examples))
     is_random = any_rank(not _farthest(nll(trial.model, batch), nll(trial.model, batch)) <= _rounding(trial))
@@ -213,8 +210,7 @@ def _farthest(first: torch.Tensor, again: torch.Tensor) -> float:
 
 
 def _differs(trial: Trial, batching: Batching, alone: float, rows: Sequence[Encoded]) -> str | None:
-    """Why a few rows cannot be computed in this batching, or how far their loss is from `alone`, that of single
-    rows."""
+    """Why a few rows cannot be computed in this batching, or how far their loss is from the single rows', `alone`."""
     batch = dataclasses.replace(trial.batch(batching, rows), most_logits=FEWEST_LOGITS)
     try:
         together = nll(trial.model, batch)
