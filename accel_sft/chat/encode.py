@@ -122,8 +122,7 @@ class _Encoder:
 
     def _windows(self, index: int, text: str) -> list[Encoded]:
         """Return a text and the tokenizer's eos as rows of at most `--max-length` tokens. Each row begins with the last
-        token of the row before, so that each token but the text's first is learnt once; [] for a text that is blank or
-        has no tokens."""
+        token of the row before, so that each token but the text's first is learnt once; [] for a blank text."""
         begin, ids, most = self.rendering.begin, self.rendering.text_ids(text), self.rules.max_length
         if not text.strip() or not ids:
             return []

@@ -39,8 +39,8 @@ class Form:
         sound: the prompt without `unwritten` is a prefix of the rendering with an answer.
         unwritten: the end of the generation prompt that the template leaves out if an answer follows.
         instead: what replaces `unwritten` if an answer follows: the last part of `unwritten`, or "".
-        system_moves: the rendering with an answer has no system text, or has it elsewhere, so it does not begin with
-            the prompt.
+        system_moves: with an answer, the rendering has no system text or has it elsewhere: the prompt is no prefix of
+            that.
         lead: what the template writes between the prompt and the answer.
         tail: what the template writes after the answer.
         closing_mark: the mark that closes the block opened by the generation prompt; "": it opened none.

@@ -67,7 +67,7 @@ def test_chatml_begins_with_bos_where_the_base_does(tmp_path):
     for text, warns in ((OTHER, True), ("{{ bos_token }}" + OTHER, False)):
         (tmp_path / "other.jinja").write_text(text)
         _, template, _ = given(base, tmp_path / "other.jinja")
-        assert any("begins a text with <s>, the template with none" in line for line in template.lines) == warns
+        assert any("begins a text with <s>, the template does not" in line for line in template.lines) == warns
 
 
 def test_marks_of_a_given_template_become_tokens(tmp_path):

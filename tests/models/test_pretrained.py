@@ -190,12 +190,12 @@ def test_token_beyond_the_models_vocabulary_is_one_line(made, tmp_path):
     model.save_pretrained(small)
     AutoTokenizer.from_pretrained(folder).save_pretrained(small)
     command = ("math", "--train-examples", "8", "--validation-examples", "2", "--max-steps", "1", "--model", str(small))
-    with pytest.raises(UserError, match="and the model's vocabulary ends at 255; use their own tokenizer"):
+    with pytest.raises(UserError, match="and the model's vocabulary ends at 255; use the model's own tokenizer"):
         CliRunner().invoke(cli, (*command, "--output-dir", str(tmp_path / "run")), catch_exceptions=False)
 
 
 NAMED = {
-    "qwen3_5": ({}, "multimodal weights are loaded as their language model alone, and exported so; merge an ad"),
+    "qwen3_5": ({}, "of multimodal weights, only the language model is loaded and exported; merge an ad"),
     "llama": (
         {"num_hidden_layers": 3},
         "not loaded, as config.json describes no such weights: 9 in its files (model",
