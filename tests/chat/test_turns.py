@@ -163,7 +163,7 @@ def test_turns_of_weight_0_and_of_others_carry_no_loss(tokenizer):
         ([user("\udfff")], "5", "a lone surrogate"),
         ([user("5=")], 5, "target() gave int"),
         ([], [], "target() gave turns that do not end with an assistant turn"),
-        ([user("5=")], [said("5"), user("6=")], "the last is not an assistant's"),
+        ([user("5=")], [said("5"), user("6=")], "turns that do not end with an assistant turn"),
         ([user("5=")], [said("5", weight=0.5)], 'a turn with "weight": 0.5, expected 0 or 1'),
         ([user("5=")], [said("5", weight=0)], 'every assistant turn of target() has "weight": 0'),
         ([], [said("5")], "the first turn is an answer; put the turn"),
