@@ -30,7 +30,7 @@ GPU_TOKENS = tuple(2**power for power in range(10, 18))
 ALIKE = 0.03
 """Work that differs by less than this share counts as equal."""
 CPU_FORWARD_TOKENS, FORWARD_TOKENS = 64, 1024
-"""Fixed cost of a forward and backward, in tokens: for each thread of a CPU (all of them wait); on other devices."""
+"""Fixed cost, in tokens, of a forward and its backward. The cost on a CPU is for each thread, as all threads wait."""
 USUAL_WIDTH = 1024
 """Hidden size assumed of a model whose configuration does not name it."""
 
@@ -81,8 +81,8 @@ def _work(trial: Trial, batching: Batching) -> float:
 
 
 def fitting(trial: Trial, exact: Sequence[Batching]) -> list[Batching]:
-    """The exact batchings, in every size whose estimate fits into the memory of all ranks' GPUs. If nothing fits, or
-    there is no estimate, in the smallest size; on CPUs, in the layout's CPU sizes."""
+    """The exact batchings in every size whose estimate fits into the memory of all ranks' GPUs, or in the smallest size
+    if none fits or there is no estimate. On CPUs, they have the CPU sizes of their layouts."""
     if math.isinf(free_bytes(trial.accelerator.device)):
         return [
             dataclasses.replace(batching, tokens=tokens) for batching in exact for tokens in batching.way.cpu_tokens

@@ -138,7 +138,7 @@ def _tensors(inputs: dict[str, np.ndarray], keep: np.ndarray, targets: np.ndarra
 def _on_device(*arrays: np.ndarray) -> list[torch.Tensor]:
     """The arrays as tensors on the current device. A GPU copies them from pinned memory, so the host need not wait."""
     device = torch.empty(0).device
-    tensors = map(torch.from_numpy, arrays)  # on the CPU, whatever is the current device
+    tensors = map(torch.from_numpy, arrays)  # on the CPU, whatever the current device is
     if device.type == "cuda":
         return [_pinned(tensor).to(device, non_blocking=True) for tensor in tensors]
     return [tensor.to(device) for tensor in tensors]

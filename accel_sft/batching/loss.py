@@ -15,8 +15,8 @@ from accel_sft.models.prefix_attention import prefix_first, with_forward
 
 
 def nll(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Each target's negative log-likelihood in nats, float32, (E,); without targets a zero, (1,), still connected to
-    the weights."""
+    """Each target's negative log-likelihood in nats, float32, (E,); without targets, a zero (1,) that is still
+    connected to the weights."""
     heartbeat()
     return HEADS[batch.head](model, batch)
 
@@ -61,7 +61,7 @@ def pieces(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 HEADS = {head.__name__: head for head in (pieces, labelled, everywhere)}
-"""Functions that compute a forward's logits and loss, by the names that records have, in the order of their trial."""
+"""Functions that compute logits and loss, by the name in a batching's record, in the order in which they are tried."""
 
 
 def available_heads(model: torch.nn.Module) -> list[str]:

@@ -77,7 +77,7 @@ def in_parts(trial: Trial, exact: Batching) -> tuple[Batching, str]:
         with shared_rows():
             try:
                 mine = nll_sum(trial.model, group.part(batch, trial.pad_token_id)).item()
-            except (AssertionError, TypeError) as error:  # raised by DeepSpeed's attention, alike on every rank
+            except (AssertionError, TypeError) as error:  # raised by DeepSpeed's attention, on every rank alike
                 cause = one_line(what_and_where(error), LONGEST_ERROR)
                 raise UserError(_cannot(group, f"its forward of a part of a row fails ({cause})")) from error
         trial.model.train(was_training)

@@ -179,7 +179,7 @@ def enough(examples: Sequence[Encoded]) -> list[Encoded]:
 
 
 def _row_sets(examples: Sequence[Encoded]) -> list[list[Encoded]]:
-    """Some short rows, with images if any rows have them; and a short row without images beside the longest."""
+    """Two sets: short rows, with images if any rows have them; and the longest row with a short one without images."""
     among = _shortest([row for row in examples if row.images] or examples)
     longest = max(examples, key=lambda example: (len(example.input_ids), example.index))
     beside = next((row for row in _shortest(examples) if not row.images), among[0])
@@ -263,7 +263,7 @@ def _see_each_other(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -
 
 
 def _sees_padding(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> bool:
-    """Whether another token in place of padding changes a bit of a row's loss, on any rank."""
+    """Whether a different padding token changes a bit of a row's loss, on any rank."""
     other = dataclasses.replace(trial, pad_token_id=int(trial.pad_token_id == 0))
     return _changes(trial, trial.batch(batching, rows), other.batch(batching, rows), slice(None))
 

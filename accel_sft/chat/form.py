@@ -39,15 +39,14 @@ class Form:
         sound: the prompt without `unwritten` is a prefix of the rendering with an answer.
         unwritten: the end of the generation prompt that the template leaves out if an answer follows.
         instead: what replaces `unwritten` if an answer follows: the last part of `unwritten`, or "".
-        system_moves: with an answer, the rendering has no system text or has it elsewhere: the prompt is no prefix of
-            that.
+        system_moves: with an answer, the template drops or moves the system text, so the prompt is no prefix.
         lead: what the template writes between the prompt and the answer.
         tail: what the template writes after the answer.
-        closing_mark: the mark that closes the block opened by the generation prompt; "": it opened none.
+        closing_mark: the mark that closes the block opened by the generation prompt; "" if it opens none.
         closing: text that closes that block if the template does not.
-        prompt_end: what is appended to prompts: under `--thinking off`, the end of a block that the prompt opens.
+        prompt_end: text appended to prompts under `--thinking off`: the end of a block that the prompt opens.
         thinking_as: how a target's thinking is given: in the "content", in its own "field", or "written" by Rendering.
-        thinking_marks: what stands before the thinking, and what between the thinking and the answer.
+        thinking_marks: the texts before the thinking, and between the thinking and the answer.
         own_system: the beginning of the system prompt that the template writes where no turn is the system's.
     """
 
@@ -134,7 +133,7 @@ class Forms:
         self._forms: dict[tuple[Any, ...], Form] = {}
 
     def __call__(self, turns: Turns, split: str, offered: dict[str, Any] | None = None) -> Form:
-        """Return the form of conversations with the roles, and the calls, of these turns."""
+        """Return the form of conversations that have the roles and the calls of these turns."""
         offered = offered or {}
         # a turn with calls, or a system turn, without text stays without text in the probe: templates check for that
         silent = [not turn["content"].strip() and ("tool_calls" in turn or turn["role"] == "system") for turn in turns]
@@ -145,7 +144,7 @@ class Forms:
             probes = [{**turn, "content": "" if silent[at] else _TURN.format(at)} for at, turn in enumerate(turns)]
             try:
                 self._forms[shape] = self._decided(probes, split, offered)
-            except Rejected:  # probes are refused by templates that parse contents, such as a tool's JSON
+            except Rejected:  # templates that parse contents, such as a tool's JSON, refuse probes
                 self._forms[shape] = self._decided(turns, split, offered)
         return self._forms[shape]
 
@@ -163,7 +162,7 @@ class Forms:
         if self._thinking == "keep":
             form = self._with_thinking(form, turns, prompt, split, offered)
         if turns[0]["role"] == "user" and not offered:
-            if "name" in turns[0]:  # some templates write it before the text
+            if "name" in turns[0]:  # some templates write the name before the text
                 unnamed = [{"role": "user", "content": turns[0]["content"]}, *turns[1:]]
                 prompt = self._template.text(form.given(unnamed), split, prompt=True, offered=offered)
             form = dataclasses.replace(form, own_system=_own_system(prompt, turns[0]["content"] or ANSWER))
@@ -192,8 +191,8 @@ class Forms:
         )
 
     def _accepted(self, turns: Turns, split: str, offered: dict[str, Any]) -> tuple[Form, str, str]:
-        """Return the first form in which the template keeps every text, or else the first that it accepts; and in that
-        form the prompt, and the rendering with an answer."""
+        """Return the first form in which the template keeps every text (if there is none, the first that it accepts).
+        Also return the prompt and the rendering with an answer in that form."""
         folds = (False, True) if any(turn["role"] == "system" for turn in turns) else (False,)
         accepted, refused = [], []
         for form in (Form(folds_system=folds_system, parts=parts) for parts in (False, True) for folds_system in folds):
@@ -205,9 +204,11 @@ class Forms:
                 continue
             accepted.append((form, prompt, full_text))
             texts = (turn["content"].strip() for turn in turns if "tool_calls" not in turn)
-            # text beside calls is often left out
+            # templates often drop the text of turns with calls
             complete = ANSWER in full_text and all(text in prompt for text in texts)
-            if complete and not (form.parts and re.search(r"'text'|\"text\"", full_text)):  # the list was printed
+            if complete and not (
+                form.parts and re.search(r"'text'|\"text\"", full_text)
+            ):  # the template printed the list
                 return accepted[-1]
         if not accepted:
             raise refused[0]

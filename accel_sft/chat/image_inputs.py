@@ -143,7 +143,7 @@ class ImageInputs:
 
     def begin(self, pictured: list[RowImages]) -> None:
         """Have a thread run the processor for the rows whose `tensors` are made next: it takes 5 to 90 ms an image, in
-        which a GPU would idle. The images are read in this thread, as a task need not be thread-safe."""
+        which a GPU would idle. The images are read in the calling thread, as a task need not be thread-safe."""
         self._ahead = pictured, _THREAD.submit(self._processed, pictured, self._opened(pictured))
 
     def ids(self, images: RowImages) -> list[int]:

@@ -32,11 +32,11 @@ def no_template(name: str) -> str:
 
 
 class Rejected(UserError):
-    """A chat template rejects messages, or fails on them; in another form it may take them."""
+    """A chat template rejects messages, or fails on them; it may accept them in another `Form`."""
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, with `--thinking` and the day (None: that of the rendering) fixed. It takes guarded
+    """A tokenizer's chat template, with `--thinking` and the day (None: the day of rendering) fixed. It takes guarded
     texts.
 
     Attributes:
@@ -50,7 +50,9 @@ class ChatTemplate:
         try:
             if control.tokenizer.chat_template is not None:
                 self.source = dated(control.tokenizer.get_chat_template(), day)
-                self._of_tools = dated(control.tokenizer.get_chat_template(tools=[]), day)  # may be one named tool_use
+                self._of_tools = dated(
+                    control.tokenizer.get_chat_template(tools=[]), day
+                )  # may be the one named tool_use
         except ValueError as error:  # the tokenizer has several named templates and no default
             raise UserError(f"the model's chat template cannot be chosen: {one_line(str(error))}") from error
         self.concatenates = not self.source

@@ -26,8 +26,8 @@ _WIDEST = 192
 
 @dataclasses.dataclass(frozen=True)
 class PrefixedRows:
-    """Where R rows lie in a sequence: first a `prefix` of P tokens (maybe none) that all rows see, then one row's own
-    tokens after another's: N in all, L in the longest row.
+    """Where R rows lie in a sequence: first a `prefix` of P tokens (maybe none) that all rows see, then the rows' own
+    tokens, row after row: N in all, L in the longest row.
 
     Attributes:
         own: which token after the prefix stands at each place of the rows padded to L, (R * L,); a shorter row repeats

@@ -1,4 +1,4 @@
-"""Packages that compute a loaded model's layers in another way: bitsandbytes, Liger's kernels, torch's compiler."""
+"""Packages that compute a loaded model's layers in other ways: bitsandbytes, Liger's kernels, torch's compiler."""
 
 import os
 import sys

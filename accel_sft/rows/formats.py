@@ -249,8 +249,8 @@ def row_as_json(row: dict[str, Any], number: int) -> Located:
 
 
 def _as_json(value: Any) -> Any:
-    """Replace a value that JSON cannot hold. Bytes become an object, which no parser takes for text and
-    `picture_of` reads."""
+    """Replace a value that JSON cannot hold. Bytes become an object, which `picture_of` reads and no parser takes for
+    text."""
     if isinstance(value, (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)):
         return str(value)
     is_bytes = isinstance(value, bytes)

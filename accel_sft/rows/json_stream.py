@@ -19,7 +19,7 @@ _MAX_NAME = 80
 """Maximum number of characters of a field's name that a message repeats: names in a file may have any length."""
 _BLANK = re.compile(r"[ \t\r\n]*")
 _WRAPPED = re.compile(rb'(?m)^\s*\{\s*"(data|rows|examples|instances)"\s*:\s*\[\s*[{\]]')
-"""How an object with the rows under its only key begins."""
+"""The beginning of an object that has the rows under its only key."""
 
 
 class Located(NamedTuple):
@@ -124,8 +124,8 @@ def is_array(stream: BinaryIO) -> bool:
 
 
 def _array_end(stream: BinaryIO) -> tuple[str | None, int]:
-    """What must follow an array of rows: "", or "}" if it is in an object; None for JSON Lines. And the number of bytes
-    of the byte-order mark."""
+    """What must follow an array of rows: "", or "}" if it is in an object; None for JSON Lines. Also the number of
+    bytes of the byte-order mark."""
     stream.seek(0)
     begin = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
     stream.seek(begin)
@@ -141,7 +141,8 @@ def _array_end(stream: BinaryIO) -> tuple[str | None, int]:
 
 
 def decoded(raw: bytes, name: str, line: int, begin: int) -> str:
-    """The text of bytes that begin on this line and byte of a file; a UserError names the first that is not UTF-8."""
+    """The text of bytes that begin on this line and byte of a file; a UserError names the first byte that is not
+    UTF-8."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

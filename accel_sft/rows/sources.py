@@ -214,7 +214,7 @@ def _all_files(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _is_medium(path: Path) -> bool:
-    """Whether a file is an image, a sound, a film or a text by its suffix."""
+    """Whether a file's suffix is that of an image, a sound, a film or a text."""
     kind, _ = mimetypes.guess_type(path.name, strict=False)
     return (kind or "").startswith(("image/", "audio/", "video/", "text/"))
 
