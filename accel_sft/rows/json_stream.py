@@ -141,7 +141,7 @@ def _array_end(stream: BinaryIO) -> tuple[str | None, int]:
 
 
 def decoded(raw: bytes, name: str, line: int, begin: int) -> str:
-    """The text of bytes that begin on this line and byte of a file; a UserError names the first byte that is not
+    """The text of bytes that begin on this line and byte of a file; UserError names the first byte that is not
     UTF-8."""
     try:
         return raw.decode("utf-8")
