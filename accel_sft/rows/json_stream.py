@@ -141,8 +141,7 @@ def _array_end(stream: BinaryIO) -> tuple[str | None, int]:
 
 
 def decoded(raw: bytes, name: str, line: int, begin: int) -> str:
-    """The text of bytes that begin on this line and byte of a file; UserError names the first byte that is not
-    UTF-8."""
+    """The text of bytes that begin on this line and byte of a file; UserError names the first non-UTF-8 byte."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
