@@ -113,7 +113,7 @@ def test_configurations_of_a_card_are_named(tmp_path):
     folder = written(tmp_path / "ds", "main/train.jsonl", "other/train.jsonl")
     (tmp_path / "ds" / "README.md").write_text("---\nconfigs:\n- config_name: main\n- config_name: other\n---\n")
     assert read_rows(folder, answer).notes == [
-        f"{folder}: read are all its configurations, main, other; for one, name its files or folder"
+        f"{folder}: all its configurations are read: main, other; for one, name its files or folder"
     ]
     (tmp_path / "ds" / "README.md").write_text("---\nconfigs:\n- config_name: main\n---\n")
     assert read_rows(folder, answer).notes == []
@@ -193,7 +193,7 @@ def test_saved_data_sets_keep_images_and_lose_arrow_nulls(tmp_path):
     assert list(read_rows(f"{tmp_path}/ds:test", dict)) == expected[:1]
     assert list(read_rows(tmp_path / "a.parquet", dict)) == expected
     (tmp_path / "ds" / "train" / "data-00000-of-00001.arrow").write_bytes(b"ARROW")
-    with pytest.raises(UserError, match=r"arrow: not Parquet or Arrow behind row 0 \("):
+    with pytest.raises(UserError, match=r"arrow: not Parquet or Arrow after row 0 \("):
         read_rows(tmp_path / "ds", dict)
 
 
