@@ -228,7 +228,7 @@ def test_full_7b_on_small_gpus_shows_host_disk_and_adapter(called, models):
     rows = [line.split() for line in table.splitlines() if re.match(r"\w+ +[0-9.]+!? +\w+ +[0-9.]+", line)]
     assert len(rows) >= 12
     assert all(float(row[3].rstrip("!")) <= 128 for row in rows if not row[3].endswith("!"))
-    assert "2 sharded copies of the model need 4 processes or more, not 2" in " ".join(table.split())
+    assert "dp_replicate 2 over 2 ranks (fsdp) is not supported" in " ".join(table.split())
     printed = " ".join(printed.split())
     assert "Recommended: z3_nvme" in printed
     assert "; --adapter lora needs far less memory, with --load-in-4bit less still." in printed
