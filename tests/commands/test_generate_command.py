@@ -141,7 +141,7 @@ def test_copied_weights_are_asked_as_in_their_run(exported, called):
     assert "thinking off" in shown.output
     assert "system-prompt As a pirate:" in shown.output
     refused = called("evaluate", "chat", "--model", str(copied), "--same-data", "--dry-run")
-    assert f"--same-data: --model {copied} is no run of chat" in refused.output
+    assert f"--same-data: --model {copied} is not a run of chat" in refused.output
 
 
 def test_export_keeps_the_bases_sentencepiece_file(exported):
