@@ -39,9 +39,7 @@ class TrainConfig:
     lora_r: int = _adapter(8, basic=True, min=1, help="Rank (adalora: the rank it ends with).")
     lora_alpha: int = _adapter(16, basic=True, min=1, help="Scale: alpha / r.")
     lora_dropout: float = _adapter(0.0, min=0, max=0.99, help="Dropout before the adapter.")
-    lora_target_modules: str = _adapter(
-        "all-linear", help="Modules to adapt, separated by commas, or all-linear (all but the head)."
-    )
+    lora_target_modules: str = _adapter("all-linear", help="Modules (q_proj,v_proj), or all-linear: all but the head.")
     lora_target_parameters: str | None = _adapter(None, help="Parameters to adapt, such as experts in one tensor.")
     lora_modules_to_save: str | None = _adapter(None, help="Modules to train in full as well, such as lm_head.")
     use_rslora: bool = _adapter(False, help="Scale by alpha / sqrt(r), for high ranks (rsLoRA).")
@@ -51,13 +49,10 @@ class TrainConfig:
     chat_template: str | None = _data(None, help="chatml, a Jinja file, or the model whose template to take.")
     train_limit: str | None = _data(
         None,
-        help="Train on only N examples, or on a share such as 10%: a random sample of a file's rows; for examples that "
-        "a task makes itself, the first ones.",
+        help="Train on N examples, or a share (10%): a random sample of a file's rows, or a task's first examples.",
     )
     mix: str | None = _data(None, help="Share of each --train-file in the training rows, in their order, such as 3,1.")
-    max_length: int | None = _data(
-        None, basic=True, min=2, help="Maximum tokens per example; longer examples are reported."
-    )
+    max_length: int | None = _data(None, basic=True, min=2, help="Most tokens per example; longer ones are reported.")
     truncation: str = _data(
         "drop", choices=("drop", "right", "error"), help="Examples above --max-length: left out, cut, or an error."
     )
@@ -114,9 +109,7 @@ class TrainConfig:
         None, min=1, help="Questions answered at once on one rank; default: 64, or up to 256 short ones."
     )
     max_new_tokens: int | None = _eval(
-        None,
-        min=1,
-        help="Maximum tokens per generated answer; default: the longest target's length, or 512 with a server.",
+        None, min=1, help="Maximum tokens of an answer; default: those of the longest target, or 512 with a server."
     )
     patience: int | None = _eval(None, min=1, help="Stop after N evaluations without a better main metric.")
 
@@ -189,7 +182,7 @@ class TrainConfig:
         return lines + adapter_conflicts(self)
 
     def resolved(self, defaults: dict[str, Any]) -> Self:
-        """Return a copy in which the model's value (`defaults`), or else the usual value, replaces each None."""
+        """Return a copy with the model's value (`defaults`) or the usual value for each None, if there is one."""
         values = {**_USUAL, **defaults}
         if self.adapter != "none":
             values = {**values, "learning_rate": max(values["learning_rate"], _ADAPTER_LEARNING_RATE)}
@@ -231,7 +224,7 @@ def _is_day(text: str) -> bool:
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return a line for each setting outside `LAYOUT` that a resume changes, from the run's record to `after`."""
+    """Return a line for each setting outside `LAYOUT` in which a resumed run (`after`) differs from the record."""
     lines = []
     for name in sorted((before.keys() | after.keys()) - LAYOUT):
         if name in _OF_DATA and name not in before:

@@ -26,9 +26,7 @@ class EvaluateConfig(TrainConfig):
     model: str = _model(
         "", basic=True, help="Folder of a run, weights or an adapter, or a hub id; with --url the server's model name."
     )
-    url: str | None = _model(
-        None, basic=True, help="OpenAI-compatible server to score, such as http://127.0.0.1:8000/v1."
-    )
+    url: str | None = _model(None, basic=True, help="OpenAI-compatible server to score: http://127.0.0.1:8000/v1.")
     key_from: str | None = _model(None, basic=True, help="Variable with the server's key; default: ACCEL_SFT_API_KEY.")
     timeout: int = _model(600, min=1, basic=True, help="Seconds for the server to give one answer.")
     base: str | None = _model(None, basic=True, help="Also evaluate this model; auto: the run's initial model.")

@@ -129,9 +129,7 @@ class TaskCommand(click.Command):
         except click.UsageError as error:
             if "unexpected extra argument" not in error.message:
                 raise
-            advice = (
-                "each value needs its option (--train-file A --train-file B), and a switch takes no value (--compile)"
-            )
+            advice = "each value needs its option (--train-file A --train-file B); a switch has no value (--compile)"
             raise click.UsageError(f"{error.message}; {advice}", error.ctx) from None
 
     def invoke(self, ctx: click.Context) -> None:

@@ -76,8 +76,7 @@ def _runs(module: str, function: str = "run") -> Callable[..., None]:
 def _settings_of_the_run(
     name: str, task_settings: Sequence[Setting], model: str, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the task's settings that the run of `--model` recorded, without those given; `recorded_options` may raise
-    UserError."""
+    """Return the task's settings that the run of `--model` recorded, without those given; raises UserError."""
     from accel_sft.io.run_dir import RunDir
     from accel_sft.io.run_record import recorded_options
 

@@ -26,9 +26,7 @@ _FILE: dict[str, Any] = {"type": click.Path(), "metavar": "FILE"}  # a shell com
 @click.argument("model", type=click.Path(), metavar="RUN_OR_MODEL")
 @click.argument("prompt", required=False)
 @click.option("--file", **_FILE, help="Prompts: a line of text each, or JSONL with `messages` or `prompt`.")
-@click.option(
-    "--image", **_FILE, multiple=True, help="An image for PROMPT, put before it or at its <image>; repeatable."
-)
+@click.option("--image", **_FILE, multiple=True, help="Image to put before PROMPT, or at its <image>; repeatable.")
 @click.option("--output", **_FILE, help="A new file for the answers to --file, as JSONL.")
 @click.option("--interactive", is_flag=True, help="Talk to the model; answers appear as they are generated.")
 @click.option("--base", metavar="MODEL", help="Answer with this model too; auto: the run's initial model.")

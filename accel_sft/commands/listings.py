@@ -20,9 +20,7 @@ _INSTALLED = {
 }
 _BEFORE_SCRIPT = {"zsh": "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }"}
 """Lines that a shell must run before the script: a plain zsh has its completion system switched off."""
-_ONCE = "\b\nRun this once; every shell that you start afterwards then completes words:\n" + "\n".join(
-    f"  {c}" for c in _INSTALLED.values()
-)
+_ONCE = "\b\nRun once; shells that start later complete words:\n" + "\n".join(f"  {c}" for c in _INSTALLED.values())
 
 
 @click.command()
@@ -72,7 +70,7 @@ def launch_file(name: str | None) -> None:
 
     Then: accelerate launch --config_file z2.yaml -m accel_sft TASK
 
-    Print a DeepSpeed JSON that a launch file names by its own name, such as z3_twin_flow.json; keep both in one folder.
+    To print the DeepSpeed JSON of a launch file, name it: z3_twin_flow.json. Keep both files in one folder.
     """
     files = shipped()
     if name is None:

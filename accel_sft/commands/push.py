@@ -93,9 +93,7 @@ def _on_its_hub_id(source: Path, folder: Path, base_model: str | None) -> dict[s
     content = read_json(source / "adapter_config.json")
     base = base_model or hub_id(str(content.get("base_model_name_or_path")))
     if base is None:
-        raise UserError(
-            f"{source}: its base is a folder on this machine; give the base's hub id: --base-model ORG/NAME"
-        )
+        raise UserError(f"{source}: its base is a local folder; name the base's hub id: --base-model ORG/NAME")
     _check_name(base, "--base-model")
     files = {"adapter_config.json": folder / "adapter_config.json"}
     content |= {"base_model_name_or_path": base, **({"revision": None} if base_model else {})}

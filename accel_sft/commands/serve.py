@@ -114,8 +114,5 @@ def _vllm(folder: str, name: str) -> list[str]:
     rank = max([adapter["r"], *(adapter.get("rank_pattern") or {}).values()])
     rank = next((most for most in _LORA_RANKS if most >= rank), rank)
     words += ["--tokenizer", source.adapter, "--enable-lora", "--max-lora-rank", str(rank)]
-    return [
-        *words,
-        "--lora-modules",
-        json.dumps({"name": name, "path": source.adapter}),
-    ]  # JSON, as a name or a path may contain "="
+    module = json.dumps({"name": name, "path": source.adapter})  # not name=path: either may contain "="
+    return [*words, "--lora-modules", module]

@@ -24,10 +24,7 @@ CODES = {
     "T201": ("dataset() fails, or gives no sequence of examples", "return a sequence with at least one example"),
     "T202": ("messages() or target() fails, or gives no conversation", "return chat messages, and a text as target"),
     "T203": ("a target is empty, and training leaves the row out", "write the answer, or take the row out"),
-    "T204": (
-        "a method returns something else when called again",
-        "draw nothing at random in a call; seed it in dataset()",
-    ),
+    "T204": ("calling a method again gives another result", "draw nothing at random in a call; seed it in dataset()"),
     "T205": ("another process gets other data", "seed random numbers, and sort sets: their order differs by process"),
     "T301": ("prompts of validation are in training", "split by what the prompt says"),
     "T401": ("score() or aggregate() fails on a right answer", "give numbers by name, the main metric among them"),
