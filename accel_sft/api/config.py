@@ -90,7 +90,7 @@ class TrainConfig:
     )
     warmup_ratio: float = _optim(0.03, min=0, max=1, help="Share of the steps for warm-up.")
     warmup_steps: int | None = _optim(None, min=0, help="Steps of warm-up; overrides --warmup-ratio.")
-    decay_ratio: float = _optim(0.2, min=0, max=1, help="wsd: share of the steps, at the end, in which the rate falls.")
+    decay_ratio: float = _optim(0.2, min=0, max=1, help="wsd: share of the steps over which the rate falls at the end.")
     min_lr_ratio: float = _optim(0.0, min=0, max=1, help="Rate at the end, as a share of the peak.")
     weight_decay: float | None = _optim(None, min=0, help="AdamW's, on matrices only.")
     adam_beta1: float = _optim(0.9, min=0, max=0.9999, help="AdamW's first moment decay.")
@@ -121,7 +121,7 @@ class TrainConfig:
         "2", help="How many of the newest checkpoints to keep; every:N: keep the newest, and every N-th step's."
     )
     export_dtype: str = _run(
-        "auto", choices=_DTYPES, help="Of exported full weights; auto: the base's. Adapters stay as they were trained."
+        "auto", choices=_DTYPES, help="Type of exported full weights; auto: the base's. Adapters keep their own type."
     )
     resume: str = _run("off", basic=True, help="auto (newest complete checkpoint), a checkpoint's folder, or off.")
     hang_timeout: int = _run(1800, min=0, help="Seconds without progress after which the run ends; 0: never.")

@@ -49,7 +49,7 @@ class EvaluateConfig(TrainConfig):
 class PlanConfig(TrainConfig):
     """The settings of `plan`: its own and all of training's, so that a training command can be planned unchanged."""
 
-    gpus: int | None = _plan(None, min=0, max=1024, help="GPUs of a machine, 0: its CPU; default: this machine's.")
+    gpus: int | None = _plan(None, min=0, max=1024, help="GPUs of a machine; 0: its CPU; default: this machine's.")
     gpu_memory: float | None = _plan(None, min=0, help="GiB of one GPU; default: this machine's.")
     host_memory: float | None = _plan(None, min=0, help="GiB of host memory; default: this machine's free memory.")
     launch: str | None = _plan(

@@ -131,10 +131,10 @@ class StepPlan:
 def taking_turns(shares: Sequence[int]) -> np.ndarray:
     """Return the source of each turn in a round of sum(shares) turns; the stream repeats the round.
 
-    After n turns, every source has had its share of n, to within 1 - 1 / (2k - 2) turns for k sources: R. Tijdeman, The
+    After n turns, each of k sources has had its share of n, to within 1 - 1 / (2k - 2) turns: R. Tijdeman, The
     chairman assignment problem, Discrete Mathematics 32 (1980). Of the sources that may take a turn without being too
-    early, the one with the earliest deadline takes it. (The one furthest behind its share may be the wrong choice, and
-    lead to an error above 1.) All numbers are whole, so the result is exact.
+    early, the one with the earliest deadline takes it. (Giving the turn to the source furthest behind its share can be
+    off by more than 1.) All numbers are whole, so the result is exact.
     """
     total, parts, unit = sum(shares), max(2 * len(shares) - 2, 1), math.lcm(*shares)
     had = [0] * len(shares)

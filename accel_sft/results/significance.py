@@ -71,7 +71,7 @@ def paired(before: Measured, after: Measured) -> dict[str, Any] | None:
     paired t test, and for other metrics the paired bootstrap.
 
     Returns:
-        `difference`, `after` less `before`; `low` and `high`, its 95% interval, None if all examples changed alike;
+        `difference`, `after` less `before`; `low` and `high`, its 95% interval, None if all changed by the same amount;
         `p`, the probability of as large a difference between equal models; `standard_error` and `examples`.
     """
     import numpy as np

@@ -31,7 +31,7 @@ CODES = {
     "T402": ("a right answer does not score best", "let score() take what target() gives as perfect"),
     "T403": ("score() or aggregate() fails on what a model may write", "score what cannot be read as wrong"),
     "T404": ("a wrong answer scores as well as the right one", "score wrong answers lower"),
-    "T405": ("scores cannot be written as JSON", "give numbers, texts, lists and dicts of them; NaN is none"),
+    "T405": ("scores cannot be written as JSON", "give numbers, texts, lists and dicts of them; NaN is not allowed"),
 }
 """Code -> what is wrong, and how to fix it. A code never changes its meaning."""
 SPLITS = ("train", "validation")

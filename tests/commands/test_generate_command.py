@@ -107,7 +107,7 @@ def test_settings_that_are_not_given_are_the_runs_own(tmp_path):
     assert (settings.thinking, settings.max_length, settings.max_new_tokens) == ("off", 5, 7)
     assert (settings.template_date, trained.in_4bit) == (time.strftime("%Y-%m-%d"), True)
     (tmp_path / "run.json").write_text(json.dumps(record | {"config": {"thinking": "much"}}))
-    with pytest.raises(UserError, match=r"--thinking much: not one of .*; so says the run\.json of "):
+    with pytest.raises(UserError, match=r"--thinking much: not one of .*; the run\.json of .* says so"):
         Trained(str(tmp_path)).settings(given)
 
 

@@ -312,7 +312,7 @@ def test_of_a_strangers_folder_only_the_models_files_are_pushed(tiny, push, tmp_
 
 def test_adapter_is_pushed_with_its_base_id_or_merged(adapter, local_hub, push):
     there, _ = local_hub
-    with pytest.raises(UserError, match="name its hub id: --base-model ORG/NAME"):
+    with pytest.raises(UserError, match="name the base's hub id: --base-model ORG/NAME"):
         push(adapter, "org/lora")
     push(adapter, "org/lora", "--base-model", "org/base")
     assert json.loads(there.files["adapter_config.json"])["base_model_name_or_path"] == "org/base"

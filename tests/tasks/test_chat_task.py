@@ -566,7 +566,7 @@ def test_single_good_row_is_refused_with_rows_left_out(tmp_path):
     with pytest.raises(UserError) as caught:
         Chat(train_file=jsonl(tmp_path / "rows.jsonl", rows)).dataset("train")
     problem, note = caught.value.problems
-    assert "it is a single row" in problem
+    assert "there is one row" in problem
     assert note == "9 rows left out: malformed (field 'completion': expected text, got null or nothing)"
 
 
@@ -629,7 +629,7 @@ def test_a_text_file_is_one_document(tmp_path, name):
     task = Chat(train_file=str(tmp_path / name), held_out=0)
     assert task.target(task.dataset("train")[0]) == content.decode("utf-8-sig")
     assert len(task.dataset("validation")) == 1
-    with pytest.raises(UserError, match=r"it is a single row, .* --validation-file, or --held-out 0"):
+    with pytest.raises(UserError, match=r"there is one row, .* --validation-file, or --held-out 0"):
         Chat(train_file=str(tmp_path / name)).dataset("train")
 
 
