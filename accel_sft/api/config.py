@@ -44,7 +44,7 @@ class TrainConfig:
     lora_modules_to_save: str | None = _adapter(None, help="Modules to train in full as well, such as lm_head.")
     use_rslora: bool = _adapter(False, help="Scale by alpha / sqrt(r), for high ranks (rsLoRA).")
     use_dora: bool = _adapter(False, help="Train length and direction of weights separately (DoRA).")
-    load_in_4bit: bool = _adapter(False, basic=True, help="Load the base's linear layers in 4 bits (QLoRA).")
+    load_in_4bit: bool = _adapter(False, basic=True, help="Load the base's linear layers in 4-bit (QLoRA).")
 
     chat_template: str | None = _data(None, help="chatml, a Jinja file, or the model whose template to take.")
     train_limit: str | None = _data(
@@ -114,7 +114,7 @@ class TrainConfig:
     patience: int | None = _eval(None, min=1, help="Stop after N evaluations without a better main metric.")
 
     output_dir: str | None = _run(None, basic=True, help="The run's own folder; default runs/<task>-<time>.")
-    seed: int = _run(42, basic=True, min=0, max=2**31, help="Seed of initial weights, data order and dropout.")
+    seed: int = _run(42, basic=True, min=0, max=2**31, help="Seed: initial weights, data order, dropout.")
     deterministic: bool = _run(False, help="Make runs repeat to the bit on GPUs too, by slower kernels.")
     save_every: str = _run("auto", help="Steps between checkpoints, epoch, off, or auto (about 4 a run).")
     keep_checkpoints: str = _run(
