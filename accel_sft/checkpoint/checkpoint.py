@@ -50,10 +50,8 @@ def newest(run_dir: RunDir, resume: str) -> tuple[Path | None, list[str]]:
         try:
             manifest.verify(path)
             return path, skipped
-        except manifest.Damaged as damage:
+        except (manifest.Damaged, OSError) as damage:
             defect = printable(str(damage))
-        except OSError as error:
-            defect = f"{error.filename} cannot be read ({error.strerror})"
         if resume != "auto":
             raise UserError(f"--resume {resume}: {defect}")
         skipped.append(f"{path}: passed over: {defect}")

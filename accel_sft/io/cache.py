@@ -40,10 +40,8 @@ def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
         with contextlib.suppress(OSError):  # the cache may be read-only
             os.utime(path)
         return path, about
-    except manifest.Damaged as defect:
+    except (manifest.Damaged, OSError) as defect:
         log(f"{path}: damaged ({defect}); it is made again")
-    except OSError as error:
-        log(f"{error.filename}: cannot be read ({error.strerror}); it is made again")
     return None
 
 

@@ -184,7 +184,7 @@ def _record_in(card: Path) -> dict[str, Any] | None:
 
     try:
         content = yaml.safe_load(read_text(card).partition("\n---\n")[0])
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # anyone's README
+    except (OSError, ValueError, LookupError, AttributeError, RecursionError, yaml.YAMLError):  # anyone's README
         return None
     record = content.get("accel_sft") if isinstance(content, dict) else None
     return {**record, "in_card": True} if _is_record(record) else None  # it names no data

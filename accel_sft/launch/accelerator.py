@@ -214,18 +214,13 @@ def _arrange_buckets(model: DistributedDataParallel) -> None:
 def _gather_with_their_modules(model: torch.nn.Module) -> None:
     """Make ZeRO-3 gather a module's ParameterDict entries (AdaLoRA's layers have them) for that module's forward.
     Otherwise DeepSpeed would gather on access, in a different order than in the step that it recorded."""
-    dicts = [
-        (module, child)
-        for module in model.modules()
-        for child in module.children()
-        if isinstance(child, torch.nn.ParameterDict)
-    ]
-    for module, child in dicts:
-        for parameter in child.parameters():
-            if hasattr(parameter, "ds_id"):
-                import deepspeed
+    for module in model.modules():
+        for child in module.children():
+            for parameter in child.parameters() if isinstance(child, torch.nn.ParameterDict) else ():
+                if hasattr(parameter, "ds_id"):
+                    import deepspeed
 
-                deepspeed.zero.register_external_parameter(module, parameter)
+                    deepspeed.zero.register_external_parameter(module, parameter)
 
 
 def shard_for_evaluation(accelerator: Accelerator, model: Any) -> Any:

@@ -293,7 +293,8 @@ def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         text = read_text(path)
         content = yaml.safe_load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    # yaml lacks errors of its own for `!!bool x` and `!!timestamp x`
+    except (OSError, ValueError, LookupError, AttributeError, RecursionError, yaml.YAMLError) as error:
         problem = one_line(" ".join(str(error).split()), 300)
         raise UserError(f"launch file {path}: cannot be read as YAML: {problem}") from None
     content = content or {}

@@ -100,10 +100,9 @@ def disturbed_segments(lines: Iterable[Mapping[str, Any]]) -> list[Segment]:
 
 
 def sentences(segments: Sequence[Segment]) -> list[str]:
-    """The longest segments in words, in the order of their steps, and how many more there are."""
+    """The longest segments in words, in the order of their steps."""
     longest = sorted(segments, key=lambda segment: -segment.seconds)[:_SHOWN]
-    more = [f"{len(segments) - _SHOWN} shorter segments more"] if len(segments) > _SHOWN else []
-    return [str(segment) for segment in segments if segment in longest] + more
+    return [str(segment) for segment in segments if segment in longest]
 
 
 def share(lines: Sequence[Mapping[str, Any]], segments: Sequence[Segment]) -> float:

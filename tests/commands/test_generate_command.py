@@ -85,7 +85,7 @@ def test_best_weights_are_taken_or_else_the_last(tmp_path):
         (("5=", "--output", "a.jsonl"), "--file and --output go together"),
         (("5=", "--top-p", "0.5"), "--top-p needs --temperature above 0"),
         (("5=", "--thinking", "much"), "--thinking much: not one of off, template, keep"),
-        (("5=", "--base", "auto"), "is of no run, and no adapter; name its base"),
+        (("5=", "--base", "auto"), "is neither from a run nor an adapter; name its base"),
         (("5=", "--max-new-tokens", "5000"), "are more than the 4,096 that the model reads"),
     ],
 )

@@ -66,7 +66,7 @@ def test_overwritten_base_of_an_adapter_is_named(tiny, called, tmp_path):
     assert other_base(find_source(str(run))) == []
     weights = load_file(other / "model.safetensors")
     save_file({name: tensor * 1.5 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
-    line = f"{final}: its base {other} is not what it was trained on; put those weights back"
+    line = f"{final}: its base {other} has changed since training; restore the old weights"
     assert other_base(find_source(str(run))) == [line]
     assert line in [finding.what for finding in examine(Recorded.read(run)) if finding.level == "differs"]
     for words in (["merge", str(run), str(tmp_path / "out")], ["serve", str(run), "--print"]):
@@ -142,7 +142,7 @@ def test_what_cannot_be_merged_is_refused_with_the_reason(tiny, adapter, called,
     head = save_adapter(tiny, tmp_path / "head", LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"]))
     for folder, reason in (
         (tiny, "no adapter: there is nothing to merge"),
-        (prompts, "adapters of type prompt_tuning cannot be added to weights"),
+        (prompts, "adapters of type prompt_tuning cannot be merged into weights"),
         (head, r"cannot be merged: logits would be off by .* on one of two tied layers"),
         ("", "--model '': no such folder"),
     ):

@@ -276,7 +276,7 @@ def test_an_evaluation_that_finds_no_room_goes_on_in_halves(tiny, tokenizer, exa
     model.get_input_embeddings().register_forward_pre_hook(cramped)
     halved = evaluated(model, tokenizer, examples, Sums())
     said = capsys.readouterr().out
-    assert f"out of device memory with {len(examples)} rows at once: they are computed in halves" in said  # answers
+    assert f"out of device memory with {len(examples)} rows at once: computing them in halves" in said  # answers
     assert len(re.findall("out of device memory with [2-9] rows at once", said)) >= 2  # and the loss
     assert [sample["generated"] for sample in halved.samples] == [sample["generated"] for sample in whole.samples]
     assert halved.metrics["eval_loss"] == pytest.approx(whole.metrics["eval_loss"], rel=1e-6)

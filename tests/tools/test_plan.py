@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import accel_sft
 from places import CONFIGS
 from planned import LLAMA_8B, QWEN_05B, QWEN_7B, QWEN_14B, count, job_of
+from reference_job import JOB, layout
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_sft.api.config import TrainConfig
@@ -406,19 +406,18 @@ def test_without_a_gpu_ranks_are_planned_in_host_memory(called, models):
     assert by_launch["z2"]["host_peak_bytes"] == 2 * max(totals(by_launch["z2"]["estimate"]["host"]).values())
 
 
-def test_a_run_records_predicted_beside_measured_and_leaves_its_lengths(called, tmp_path):
-    done = accel_sft("math", "--max-steps", "2", "--eval-limit", "2", run_dir=tmp_path / "run")
-    assert done.status == 0, done.output
-    result = json.loads((tmp_path / "run/result.json").read_text())
+def test_a_run_records_predicted_beside_measured_and_leaves_its_lengths(launched, called):
+    run = layout(launched, "plain")
+    result = run.result()
     assert set(result["memory"]["host"]) == set(PHASES) == set(result["memory_by_phase"])
     for phase, pair in result["memory"]["host"].items():
         assert pair["measured_gib"] == result["memory_by_phase"][phase]["peak_host_memory_gib"]
         assert 0.5 < pair["predicted_gib"] / pair["measured_gib"] < 2  # this process was forked, and shares much
-    assert "## Memory by phase, predicted and measured" in (tmp_path / "run/report.md").read_text()
-    planned = called("plan", "math", "--gpus", "0")
-    built = json.loads((tmp_path / "run/base/config.json").read_text())["vocab_size"]
+    assert "## Memory by phase, predicted and measured" in (run.run_dir / "report.md").read_text()
+    planned = called("plan", *JOB, "--gpus", "0")
+    built = json.loads((run.run_dir / "base/config.json").read_text())["vocab_size"]
     assert built < TINY_VOCABULARY  # the most that plan can assume before a run here
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "run/base")
+    base = AutoModelForCausalLM.from_pretrained(run.run_dir / "base")
     assert f"qwen2, {base.num_parameters():,} parameters" in planned.output
     assert "of the data as it was tokenized here" in planned.output.replace("\n         ", " ")
 
