@@ -165,7 +165,7 @@ def test_prompts_whose_images_are_not_there_are_named(tmp_path, made):
     with pytest.raises(UserError, match=r"rows\.jsonl:1: has images; give them by --image, with one PROMPT"):
         read_prompts(rows, None)
     arguments = (str(made("qwen2_vl")), "--interactive", "--image", "a.png")
-    with pytest.raises(UserError, match="--image goes with a PROMPT"):
+    with pytest.raises(UserError, match="--image needs a PROMPT"):
         CliRunner().invoke(generate, arguments, catch_exceptions=False)
 
 

@@ -194,7 +194,7 @@ def test_template_that_forgets_thinking_makes_a_row_per_answer(tokenizer, own_ca
     for _ in range(2):  # made, and from the cache
         encoding = SplitEncoder(Accelerator(cpu=True), own, Chats(), rules)(examples, "train")
         (line,) = [line for line in encoding.lines() if "rows" in line]
-        assert line.startswith("train: 3 examples make 4 rows: the chat template writes an answer otherwise once")
+        assert line.startswith("train: 3 examples make 4 rows: the chat template writes an answer differently once")
         assert [(row.index, len(row.spans)) for row in encoding.kept] == [(0, 1), (0, 1), (1, 2), (2, 1)]
         assert list(encoding.kept) == encoded(own, examples).kept
         assert (encoding.kept.examples, len(encoding.kept.of(0)), len(encoding.kept.of(3))) == (3, 2, 0)

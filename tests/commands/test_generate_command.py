@@ -107,7 +107,7 @@ def test_settings_that_are_not_given_are_the_runs_own(tmp_path):
     assert (settings.thinking, settings.max_length, settings.max_new_tokens) == ("off", 5, 7)
     assert (settings.template_date, trained.in_4bit) == (time.strftime("%Y-%m-%d"), True)
     (tmp_path / "run.json").write_text(json.dumps(record | {"config": {"thinking": "much"}}))
-    with pytest.raises(UserError, match=r"--thinking much: not one of .*; so says the run\.json of "):
+    with pytest.raises(UserError, match=r"--thinking much: not one of .*; the run\.json of .* says so"):
         Trained(str(tmp_path)).settings(given)
 
 
@@ -141,7 +141,7 @@ def test_copied_weights_are_asked_as_in_their_run(exported, called):
     assert "thinking off" in shown.output
     assert "system-prompt As a pirate:" in shown.output
     refused = called("evaluate", "chat", "--model", str(copied), "--same-data", "--dry-run")
-    assert f"--same-data: --model {copied} is no run of chat" in refused.output
+    assert f"--same-data: --model {copied} is not a run of chat" in refused.output
 
 
 def test_export_keeps_the_bases_sentencepiece_file(exported):

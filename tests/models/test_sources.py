@@ -124,7 +124,7 @@ def test_evaluation_names_its_differences_from_the_run(tmp_path):
         assert _differences(Trained(str(folder)), "math", "bf16") == []
         other_task, other_precision = _differences(Trained(str(folder)), "ner", "no")
         assert other_task.endswith("was trained for math, and is scored as ner")
-        assert other_precision.endswith("for its numbers add --mixed_precision bf16")
+        assert other_precision.endswith("to get its numbers, add --mixed_precision bf16")
     assert _differences(Trained("Qwen/Qwen2.5-0.5B-Instruct"), "ner", "no") == []
 
 

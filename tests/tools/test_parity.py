@@ -148,7 +148,7 @@ def test_command_ends_with_a_status_and_refuses_the_incomparable(run, tmp_path, 
         (tmp_path, (), f"RUN {tmp_path}: no run.json there"),
         (run, ("--model", "tuned"), "cannot be reached"),
         (run, ("--task", "chat"), f"--task chat: {run} was trained for math; name that"),
-        (tmp_path / "named", (), "its record names files, and those of a record are not read unasked; add --same-data"),
+        (tmp_path / "named", (), "its record names files, which are read only if you ask for that; add --same-data"),
     ):
         refused = called("parity", str(folder), "--url", url, *options)
         assert refused.status == 1
