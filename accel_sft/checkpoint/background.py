@@ -157,7 +157,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
     def _agree(self, job: Future[Any] | None) -> None:
         """Wait for this rank's job; all ranks raise if one rank's job has failed."""
-        if job is None:  # on all ranks alike
+        if job is None:  # on all ranks
             return
         try:
             by_each_rank(job.result)
@@ -185,13 +185,13 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             raise
         except Exception as error:
             trouble = trouble_of_writing(error, self.run_dir.path)
-            trouble = trouble or f"a checkpoint cannot be written ({one_line(str(error), LONGEST_ERROR)})"
+            trouble = trouble or f"a checkpoint cannot be written ({one_line(str(error), LONGEST_ERROR)}); fix this"
             raise UserError(f"{self.run_dir}: {trouble}, then go on with --resume auto") from error
 
     def _write(
         self, write: Callable[..., manifest.Entries], pieces: Iterable[shards.Piece], partial: Path
     ) -> manifest.Entries:
-        """Write this rank's files, after any export has succeeded, and for rank 0 their sizes and SHA-256."""
+        """After any export has succeeded, write this rank's files, and for rank 0 a list of their sizes and SHA-256."""
         if self._export is not None:
             self._export.result()
         files = write(pieces)

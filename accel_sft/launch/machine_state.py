@@ -113,9 +113,7 @@ def _core_seconds() -> list[float]:
     if not ticks:  # a container, where the file may number the cores differently
         return [math.nan] * 5
     user, nice, system, idle, waiting, _, _, stolen = (sum(column) for column in zip(*ticks, strict=True))
-    stats = [
-        folder / "cpu.stat" for folder in host_memory.cgroups("cpu")
-    ]  # versions 2 and 1 of cgroups name it differently:
+    stats = [folder / "cpu.stat" for folder in host_memory.cgroups("cpu")]  # in versions 2 and 1 of cgroups:
     held = (
         host_memory.field(file, "throttled_usec") / 1e6 + host_memory.field(file, "throttled_time") / 1e9
         for file in stats

@@ -84,7 +84,7 @@ def choose_precision(launch: Launch, device: Any, precision_of_run: str | None =
 
 
 def assume_precision(launch: Launch, bf16: bool) -> Launch:
-    """Return the launch with the precision it would pick itself: bf16 if `bf16` (its devices compute it), else float32."""
+    """Return the launch with the precision it would pick itself: bf16 if the devices compute `bf16`, else float32."""
     if launch.named_precision:
         return launch
     return dataclasses.replace(launch, resolved=("bf16" if bf16 else "no", "as its devices compute it"))

@@ -194,7 +194,7 @@ def test_failing_dataset_is_named_with_its_line():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--epochs", "0.0001"), "--epochs 0.0001: not one of 60 examples"),
+        (("--epochs", "0.0001"), "--epochs 0.0001: less than 1 of 60 examples"),
         (("--max-steps", "3", "--warmup-steps", "4"), "--warmup-steps 4: the run has 3 steps"),
     ],
 )
