@@ -139,7 +139,7 @@ class GpuState(NamedTuple):
 
 
 def gpu_state(nvml: Any, handle: Any) -> GpuState:
-    """Read a GPU's state with the module `pynvml`; all NaN if the driver does not report it, as for a MIG slice. A
+    """Read a GPU's state with the module `pynvml`; all NaN if the driver does not report it, such as for a MIG slice. A
     power cap at the card's default limit does not count: at full load most GPUs always reach it."""
     try:
         clocks = nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo
@@ -155,7 +155,7 @@ def gpu_state(nvml: Any, handle: Any) -> GpuState:
 
 
 def others_gib(nvml: Any, handle: Any) -> float:
-    """Memory that processes of other launches use on a GPU. NaN if the driver does not list this process, as in
+    """Memory that processes of other launches use on a GPU. NaN if the driver does not list this process, such as in
     containers: the owners of the listed processes are then unknown."""
     try:
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
