@@ -90,7 +90,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def save(self, state: dict[str, Any], extra: shards.Extra | None = None, *, wait: bool = False) -> Path:
         """Begin the step's checkpoint: the trained parameters, their optimizer state and `state`; all ranks call it.
 
-        A step's random state is made from the seed, the step and the rank, so there is none to save. `state` is JSON
+        A step's random state is made from the seed, the step and the rank, so it is not saved. `state` is JSON
         with the key `step`, and must not change afterwards; `extra` are further tensors, equal on all ranks. With
         `wait` the checkpoint is complete when this returns, and no host memory is used for a copy.
         """
@@ -157,7 +157,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
     def _agree(self, job: Future[Any] | None) -> None:
         """Wait for this rank's job; all ranks raise if one rank's job has failed."""
-        if job is None:  # on all ranks
+        if job is None:  # then no rank has a job
             return
         try:
             by_each_rank(job.result)

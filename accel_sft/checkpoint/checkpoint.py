@@ -118,7 +118,7 @@ def export(
         unwrapped.save_pretrained(str(partial), state_dict=weights)
         if not adapter:
             complete_config(partial, str(dtype).removeprefix("torch.") if dtype else None, base)
-        if adapter and unwrapped.get_base_model().can_generate():  # peft does not, and the base's may have other ends
+        if adapter and unwrapped.get_base_model().can_generate():  # peft saves none, and the base's may stop elsewhere
             unwrapped.get_base_model().generation_config.save_pretrained(str(partial))
         (partial / "README.md").write_text(card, encoding="utf-8")
         for file in beside:

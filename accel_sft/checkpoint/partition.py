@@ -20,7 +20,7 @@ SCALES = ("absmax1", "absmax2")
 
 
 class Span(NamedTuple):
-    """Elements `start` to `start + size` of the flattened parameter `name`; at `offset` in the partition's tensor."""
+    """Elements `start` to `start + size` of the flattened parameter `name`, at `offset` of the partition's tensor."""
 
     name: str
     start: int

@@ -73,9 +73,9 @@ class HostCopy(dict[str, torch.Tensor]):
 class Averages:
     """Float32 averages of the tensors that the optimizer updates; under ZeRO, of this rank's float32 copies.
 
-    Averages start as the first weights. In update number t (from 0) the averages count min(decay, (1 + t) / (10 + t))
-    and the weights the rest, as in TensorFlow's ExponentialMovingAverage. With a constant decay of 0.999, the averages
-    would still be 60% first weights after 500 steps.
+    Averages start as the first weights. Update t (from 0) keeps the share min(decay, (1 + t) / (10 + t)) of the
+    averages and takes the rest from the weights, as TensorFlow's ExponentialMovingAverage does. With a constant decay
+    of 0.999, the first weights would still make up 60% of the averages after 500 steps.
     """
 
     def __init__(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, decay: float) -> None:
@@ -94,7 +94,7 @@ class Averages:
 
     def put_in(self) -> None:
         """Have the model compute with the averages until `take_out`, which restores every bit; all ranks call it. Under
-        DeepSpeed they are copied to the forwards' weights, elsewhere swapped with the weights, one tensor at a time."""
+        DeepSpeed the averages are copied to the forwards' weights, else swapped with the weights, tensor by tensor."""
         masters = []
         for partition, average in zip(self._partitions(), self.tensors, strict=True):
             if partition.copied:
@@ -182,8 +182,8 @@ def write(pieces: Iterable[Piece], folder: Path, rank: int) -> manifest.Entries:
 
 
 def _safetensors(piece: Piece) -> Iterator[memoryview]:
-    """Yield the bytes of a safetensors file, without copies; the library's own writer cannot hash on the way. Tensors
-    with larger elements come first, so that each is aligned, as the format requires."""
+    """Yield the bytes of a safetensors file, without copies; the library's own writer cannot hash while it writes.
+    Tensors with larger elements come first, so that each is aligned, as the format requires."""
     ordered = sorted(piece.items(), key=lambda item: -item[1].itemsize)
     header, end = {}, 0
     for key, tensor in ordered:
@@ -231,8 +231,8 @@ def read_extra(folder: Path) -> Extra:
 
 
 def _count_up(optimizer: Any, steps: int) -> None:
-    """Run this many steps of DeepSpeed's CPU Adam on a tensor of zeros. It multiplies the powers of its betas step by
-    step; started at a later step, it would compute them directly, with a different last bit."""
+    """Run this many steps of DeepSpeed's CPU Adam on a tensor of zeros. The optimizer multiplies the powers of its
+    betas step by step; started at a later step, it would compute them directly, with a different last bit."""
     # the group has the run's betas; the optimizer's defaults stay the library's own under accelerate
     beta1, beta2 = optimizer.param_groups[0]["betas"]
     zeros = [torch.zeros(1) for _ in range(4)]

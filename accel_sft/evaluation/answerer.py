@@ -124,7 +124,7 @@ class Answerer:
 
     def stream(self, turns: Turns, max_new_tokens: int, write: Callable[[str], None]) -> Answer:
         """Answer one conversation; the text, thinking included, goes to `write` as it is generated. KeyboardInterrupt
-        ends the answer there."""
+        ends the answer."""
         prompt = self.encode(Prompt(turns), max_new_tokens).input_ids[:-1]
         streamer = _Streamer(self.tokenizer, write)
         try:

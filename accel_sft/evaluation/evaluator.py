@@ -139,7 +139,7 @@ class Evaluator:
 
     def score_answers(self, losses: dict[str, float]) -> Evaluation:
         """Generate a greedy answer to each example, score it on the rank that generated it, and give every rank all
-        samples; none if the task's main metric is the loss or its perplexity. `losses` is what `loss` returned."""
+        samples. Generate nothing if the main metric is the loss or its perplexity. `losses` is what `loss` returned."""
         if self.task.main_metric in UNANSWERED:
             perplexity = torch.tensor(losses[EVAL_LOSS], dtype=torch.float64).exp().item()  # may be infinite
             return Evaluation(losses | ({PERPLEXITY: perplexity} if self.task.main_metric == PERPLEXITY else {}), [])

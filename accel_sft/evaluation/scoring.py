@@ -85,7 +85,7 @@ def _checked(task: Task, given: Mapping[str, Any]) -> dict[str, float]:
     metrics = from_task(_UNUSABLE, lambda: {str(key): float(value) for key, value in given.items()})
     main = task.main_metric
     if main not in metrics:
-        method = "aggregate" if type(task).aggregate is not Task.aggregate else "score"  # whose keys are the default
+        method = "aggregate" if type(task).aggregate is not Task.aggregate else "score"  # by default score()'s keys
         raise UserError(f"the task's {method}() gave {sorted(metrics)}, without its main_metric {main!r}; add it")
     if taken := metrics.keys() & {"step", "loss", EVAL_LOSS, *COSTS}:
         names = ", ".join(sorted(taken))

@@ -203,7 +203,7 @@ def shipped() -> dict[str, Path]:
 
 def launch_of_yaml(path: str | Path, *flags: str) -> Launch:
     """The launch that `accelerate launch --config_file PATH FLAGS` would start here, as its first rank reads it.
-    Raises UserError if the launcher would refuse it. accelerate's own functions, which import torch, decide."""
+    Raises UserError if the launcher would refuse it. It calls accelerate's own functions, which import torch."""
     if _read_yaml(Path(path))[1].get("mixed_precision") is False:
         raise UserError(f"launch file {path}: mixed_precision: write 'no' in quotes: YAML reads a bare no as false")
     command = ["accelerate", "launch", "--config_file", str(path), *flags]

@@ -45,7 +45,7 @@ def will_restart() -> bool:
 
 
 def launcher_flags(command: list[str]) -> dict[str, str]:
-    """The launcher's own `--name value` flags, by name without dashes. Includes a script's flags, named differently."""
+    """The launcher's own `--name value` flags, by name without dashes. Includes a script's flags (other names)."""
     flags: dict[str, str] = {}
     for index, word in enumerate(command):
         if (word == "-m" and index > 2) or word == "--module":

@@ -126,8 +126,8 @@ _POWER_CAP = 0x4
 REASONS = {_POWER_CAP: "power cap", 0x12: "clocks set by a person", 0x60: "heat", 0x88: "slowdown by hardware"}
 """Why a GPU's clock is low, by bits of nvmlClocksEventReason* in nvml.h."""
 _FULL_POWER, _FULL_CLOCK = 0.98, 0.9
-"""Shares of a GPU's default power limit and of its highest clock; from these shares on, it does not count as slowed
-down. Limits are rounded to watts, and on a quiet machine the clock varies by as much between measurements."""
+"""Shares of a GPU's default power limit and of its highest clock; from these shares on, the GPU does not count as
+slowed down. Limits are rounded to watts, and on a quiet machine the clock varies by as much between measurements."""
 
 
 class GpuState(NamedTuple):

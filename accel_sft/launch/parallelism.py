@@ -80,7 +80,7 @@ def sized(launch: Launch, processes: int) -> tuple[str, ...]:
 
 def fitted(launch: Launch, devices: int) -> Launch:
     """Return the launch as a machine with `devices` accelerators runs it: with a rank for each, if the file asks for
-    more. The ranks stay if the command line gives their number, on several machines, and with `parallelism`."""
+    more. The number of ranks stays if the command line gives it, on several machines, and with `parallelism`."""
     grouped = launch.parallelism or launch.machines > 1
     if grouped or "num_processes" in launch.arguments or "num_processes" not in launch.yaml:
         return launch

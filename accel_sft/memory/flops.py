@@ -6,11 +6,11 @@ Model FLOPs utilisation (MFU) is model FLOPs per second over the device's peak. 
   its own. A frozen matrix takes 4, an adapter's matrices take 6. Embeddings, norms and biases count as 0.
 - Attention takes 12 for each query-key pair and each element of the queries, as both its products have two operands
   that need gradients; a row of T tokens has T^2 / 2 pairs. AutoModel takes two thirds of that under LoRA, although
-  attention needs as many gradients. So with 4,096 tokens and 8 billion parameters, MFU is 3% higher here.
+  attention needs the same gradients. So with 4,096 tokens and 8 billion parameters, MFU is 3% higher here.
 - The head counts for supervised tokens only, as no other logit is needed for the loss.
 - A prefix that rows share counts once, as it is computed; padding never counts. So MFU shows how well a device is
   used; tokens per second, which count each row's prefix, show how much sharing saves.
-- What gradient checkpointing computes again does not count: that would be hardware FLOPs utilisation (HFU).
+- Recomputation by gradient checkpointing does not count: that would be hardware FLOPs utilisation (HFU).
 
 Of experts only the chosen ones count. A vision tower counts as 0, a sliding window as full attention, and a module
 that `--lora-modules-to-save` trains whole as frozen.

@@ -23,7 +23,7 @@ class Lengths:
     """Tokens and supervised tokens of a task's training examples: maxima and means per example.
 
     Attributes:
-        source: what the numbers were taken from, in words.
+        source: where the numbers come from, in words.
         vocabulary: embedding rows of the built-in model `tiny`, whose tokenizer is made from the data; 0 if unknown.
         pixels: most pixel values that the processor makes of one row's images; None if unknown.
     """

@@ -42,7 +42,7 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """A kind of block, of which the model has `count`. `vectors` are elements of one block's norms; `recurrent` is
+    """A kind of block; the model has `count` of them. `vectors` are elements of one block's norms; `recurrent` is
     empty where layers with a state cannot be measured."""
 
     count: int
@@ -68,7 +68,7 @@ class Tower:
 
 
 def tower(vision: Mapping[str, Any]) -> Tower | None:
-    """The tower in config.json's vision part, which names sizes like Qwen, CLIP or SigLIP; None if it names none."""
+    """The tower in config.json's vision part, whose sizes are named as in Qwen, CLIP or SigLIP; None without sizes."""
 
     def first(*names: str, otherwise: int = 0) -> int:
         size = next((vision[name] for name in names if vision.get(name)), otherwise)

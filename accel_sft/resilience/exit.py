@@ -155,7 +155,7 @@ def report(text: str, message: str, file: TextIO | None = None, *, failed: bool 
 
 
 def _is_first(text: str) -> bool:
-    """Claim this text; returns whether this rank is the first of its machine to claim it, or the disk fails."""
+    """Claim this text; returns whether this rank is its machine's first to claim it (true if the disk fails)."""
     folder = folder_of_ranks()
     if folder and folder.is_dir():
         claim = folder / f"said-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:16]}"

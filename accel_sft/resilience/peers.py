@@ -25,8 +25,8 @@ from accel_sft.launch.launcher import restarts
 
 POLL_SECONDS = 0.5
 EXPLAIN_SECONDS = 5.0
-"""Seconds that other ranks of a machine have, after a connection to it ended, to say how the rank ended. Ranks that
-wait in C say it `signals.UNHANDLED_SECONDS` after their launcher's SIGTERM."""
+"""After a rank's connection ended, other ranks of its machine have this many seconds to say how the rank ended. Ranks
+that wait in C say it `signals.UNHANDLED_SECONDS` after their launcher's SIGTERM."""
 KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 """Makes the kernel ask, after 20 quiet seconds, whether the other machine is there, and give up after 60. A machine
 that has lost its power closes no connection."""
@@ -91,7 +91,7 @@ class Peers:
             self.failure = f"rank {rank}{f' on {host}' if several_machines() else ''}: {message}"
 
     def _answer(self) -> None:
-        """On rank 0: take the calls of other ranks, each in a thread of its own."""
+        """On rank 0: accept the connections of other ranks, each in a thread of its own."""
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         hub = self._hub = socket.create_server(("", 0), family=family, backlog=self.ranks, dualstack_ipv6=both)
@@ -114,7 +114,7 @@ class Peers:
         _started(accept)
 
     def _call(self) -> None:
-        """On other ranks: call rank 0."""
+        """On other ranks: connect to rank 0."""
         address, port, host = json.loads(self.store.get("hub"))
         address = address or os.environ["MASTER_ADDR"]
         try:

@@ -36,7 +36,7 @@ class Interruption(KeyboardInterrupt):
 
 
 class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
-    """Within this context, SIGTERM and SIGINT end the process, or are noted while `deferred`; a second one ends it.
+    """Within this context, SIGTERM and SIGINT end the process, or are noted while `deferred`; a second signal ends it.
 
     A rank whose launcher has ended ends too, and writes no file (a later run may already write there) unless it got a
     signal before. A main thread that waits for other ranks in C handles no signal: then the watching thread ends the

@@ -22,7 +22,7 @@ LOW_PERCENT = 50.0
 _MUCH = 0.2
 """Share of a window's time from which on making batches counts as the cause."""
 _BEHIND = 0.1
-"""The same for waiting for ranks. Only waiting caused by forwards is measured; backwards take longer."""
+"""The same share for waiting. Only waiting caused by forwards is measured; backwards take longer."""
 _SMALL_TOKENS = 4096
 """A forward of fewer tokens may take longer to launch than to run."""
 

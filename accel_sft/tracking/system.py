@@ -226,7 +226,7 @@ class PhasePeaks:
 
     def largest(self) -> dict[str, float | None]:
         """This process's largest memory so far in GiB; None for the device without CUDA. Call it, or `begin`, before
-        anything that resets the peaks to measure its own."""
+        other code resets the peaks to measure its own."""
         now = peak_memory_gib(self.device)
         _raise(self._peaks, now)
         if self._phase is not None:

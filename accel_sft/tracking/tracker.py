@@ -111,7 +111,7 @@ class Tracker(contextlib.AbstractContextManager):
     def step(
         self, record: Mapping[str, Any], system: Sequence[Sequence[float]] = (), forward_seconds: float = math.nan
     ) -> None:
-        """Record one optimizer step: `step`, `tokens`, `seconds` and any other number, to which tokens per second are
+        """Record one optimizer step: `step`, `tokens`, `seconds` and any other numbers. Tokens per second are
         added. `system` is each rank's `system()`, and `forward_seconds` what this rank's forwards of the step took."""
         seconds, times = taken()
         self._system.forward_seconds += forward_seconds

@@ -30,7 +30,7 @@ class Claim:
     """A run's folder, locked for this run until the run ends."""
 
     run_dir: RunDir
-    config: TrainConfig  # with the run's one `template_date`, and `--resume auto` in a later attempt of a launch
+    config: TrainConfig  # with the run's `template_date`, and `--resume auto` in a later attempt of a launch
     finished: bool  # whether the run is complete, with these settings; different ones are refused later
     fresh: bool  # whether nothing was in the folder
 
@@ -108,7 +108,7 @@ def _note_of_launch() -> Path | None:
 def _noted(file: Path | None) -> str:
     """The run's folder in an earlier attempt of this launch; "" without one."""
     writer, _, path = (file.read_text(encoding="utf-8") if file and file.is_file() else "").partition(" ")
-    return "" if writer == str(os.getpid()) else path  # this attempt wrote it, for another run
+    return "" if writer == str(os.getpid()) else path  # this process wrote it, for another run
 
 
 def _check_shared(accelerator: Accelerator, run_dir: RunDir) -> None:

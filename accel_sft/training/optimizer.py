@@ -148,7 +148,7 @@ class Stepper:
         return forwards_alone(self.accelerator)
 
     def discard_gradients(self) -> None:
-        """Drop the gradients of a step to be repeated. DeepSpeed's must be NaN on all ranks, so that `update` skips."""
+        """Drop a step's gradients before it is repeated. DeepSpeed's must be NaN on all ranks: `update` skips NaN."""
         if self.engine is not None:
             self.update(0)
         self._clear_gradients()

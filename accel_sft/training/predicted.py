@@ -27,7 +27,7 @@ GIB = 2**30
 
 
 class Prediction:
-    """The closed form's prediction for this run; all ranks make it together, before the model is loaded.
+    """The closed-form prediction of this run's memory; all ranks make it together, before the model is loaded.
 
     A model whose parameters cannot be counted gets no prediction; this is logged, and the run continues. If the model
     states alone do not fit on some rank, all ranks raise UserError, unless `--force` is given.

@@ -231,7 +231,7 @@ class Trainer:
             self.evaluate_and_save()
 
     def looks_ahead(self) -> bool:
-        """Whether to preprocess the next step's images during this step; not on a CPU, which has no idle time."""
+        """Whether to preprocess the next step's images during this step; not on a CPU, which is never idle."""
         images, more = len(self.train_examples.pictured), self.state.step + 1 < self.plan.total_steps
         return bool(images) and more and self.accelerator.device.type != "cpu"
 
