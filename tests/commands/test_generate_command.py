@@ -239,7 +239,7 @@ def test_drawn_answers_follow_the_seed_and_top_1_is_greedy(tiny):
         torch.manual_seed(seed)
         drawn.append(drawing.answers(chats, 8))
     assert drawn[0] == drawn[1] != drawn[2]
-    assert "as tokens are drawn by chance" in drawing.generator.message
+    assert "because tokens are sampled" in drawing.generator.message
 
 
 def test_streamed_answer_is_that_of_a_file(tiny):

@@ -190,7 +190,7 @@ REFUSED = {
     "window of 8": "the model's cache has layers of another kind (SlidingWindowLayer)",
     "convolution": "the model's cache has layers of another kind (LinearAttentionLayer)",
     "eager": "attention eager takes no shared prefix, sdpa does",
-    "lost": "its predictions behind a shared prefix are not those of single rows (off by ",
+    "lost": "its predictions after a shared prefix are not those of single rows (off by ",
     "asserting": "the model takes no shared prefix (AssertionError)",
 }
 
@@ -200,7 +200,7 @@ def test_model_that_cannot_share_generates_by_transformers_with_reason(kind, tin
     model = build(kind, tiny, len(tokenizer))
     expected, before = end_early(model, tokenizer, examples), heartbeat_count()
     answers, generator = generated(model, tokenizer, examples, batch_size=4)
-    assert generator.message.startswith(f"answers by transformers' generate, as {REFUSED[kind]}")
+    assert generator.message.startswith(f"answers by transformers' generate, because {REFUSED[kind]}")
     assert answers == expected
     assert heartbeat_count() - before >= max(map(len, answers.values()))  # one a token, for the watch over hangs
 
@@ -212,7 +212,7 @@ def test_prompts_that_padding_changes_are_answered_by_length(tmp_path):
     eos = {tokenizer.eos_token_id}
     rows = encode(tokenizer, Sums(), numbers, "validation", eos_ids=eos, max_length=199, truncation="drop").kept
     answers, generator = generated(model, tokenizer, rows)
-    assert "; prompts of equal length only are answered together, as padding changes its pred" in generator.message
+    assert "; only prompts of equal length are answered together, because padding changes its pred" in generator.message
     assert answers == separately(model, tokenizer, rows)
 
 

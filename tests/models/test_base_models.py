@@ -317,4 +317,4 @@ def test_a_template_file_that_changed_is_refused_at_a_resume(folder, tmp_path):
     (tmp_path / "run" / "result.json").write_text('{"status": "running"}')
     template.write_text(OTHER.replace("<turn>", "<turn> "))
     again = accel_sft(*arguments, "--resume", "auto", run_dir=tmp_path / "run")
-    assert (again.status, "the template is another than the run was started with" in again.output) == (1, True)
+    assert (again.status, "the run was started with another template" in again.output) == (1, True)

@@ -88,7 +88,7 @@ def fail(*_):
         (
             "aggregate",
             lambda self, scores: {"right": 1.0, "loss": 0.0, "generate_seconds": 0.0},
-            r"gave generate_seconds, loss: names of the trainer's own numbers",
+            r"gave generate_seconds, loss: these names are the trainer's; choose others",
         ),
         ("score", lambda self, example, text: 1.0, r"validation example [01]: score\(\) gave 1\.0"),
         ("score", fail, r"validation example [01]: the task's score\(\) failed on .*RuntimeError: ill"),
@@ -145,7 +145,7 @@ def test_unreadable_row_is_not_blamed_on_the_score():
 def test_metric_that_no_own_answer_scores_is_named():
     never = type("Never", (Sums,), {"score": lambda self, example, text: {"right": 0.0}})
     (line,) = check_scoring(never(), [40, 41])
-    assert line.startswith("warning: right is 0 for the own answers of the first 2 validation examples; ")
+    assert line.startswith("warning: right is 0 for the expected answers of the first 2 validation examples; ")
     assert check_scoring(Sums(), [40, 41]) == []
 
 
@@ -194,7 +194,7 @@ def test_failing_dataset_is_named_with_its_line():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--epochs", "0.0001"), "--epochs 0.0001: not one of 60 examples"),
+        (("--epochs", "0.0001"), "--epochs 0.0001: less than 1 of 60 examples"),
         (("--max-steps", "3", "--warmup-steps", "4"), "--warmup-steps 4: the run has 3 steps"),
     ],
 )

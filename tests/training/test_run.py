@@ -276,7 +276,7 @@ def test_adapter_does_not_resume_on_other_base_weights(launched, called, tmp_pat
     save_file({**weights, largest: weights[largest] * 1.01}, base, metadata={"format": "pt"})
     refused = called(*whole.arguments, "--resume", "auto", run_dir=run_dir)
     assert refused.status == 1
-    assert "the weights below the adapter are not those that the run was started with" in refused.output
+    assert "the base weights under the adapter have changed since the run was started" in refused.output
 
 
 def test_a_new_run_starts_from_an_earlier_ones_weights(launched):
