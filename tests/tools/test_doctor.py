@@ -405,7 +405,7 @@ def test_the_report_of_this_machine(tmp_path):
     for finding in report["findings"]:
         findings.setdefault(finding["subject"], []).append((finding["level"], finding["what"]))
     (damage,) = [finding["what"] for finding in report["findings"] if finding["level"] == "problem"]
-    assert "is compiled, and cannot be loaded: ImportError: " in damage
+    assert "is compiled but cannot be loaded: ImportError: " in damage
     assert findings["operators"][0] == ("problem", damage)
     assert "another process compiles async_io" in findings["operators"][1][1]
     assert lock.exists()
