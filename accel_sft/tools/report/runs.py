@@ -101,9 +101,9 @@ class Comparison:
 
 
 def read_run(path: Path, name: str) -> Run:
-    """Read the folder of one run; UserError if it is none."""
+    """Read the folder of one run; UserError if it is not a run's folder."""
     if not path.is_dir():
-        raise UserError(f"RUN {path}: {'not a folder' if path.exists() else 'there is no such folder'}; name a run's")
+        raise UserError(f"RUN {path}: {'not a folder' if path.exists() else 'no such folder'}; name a run's folder")
     folder = RunDir(path)
     run = Run(name=name, series=name, folder=folder, status="unknown")
     run.record, run.result = _read(run, folder.record), _read(run, folder.result)
@@ -142,7 +142,7 @@ def _read_metrics(run: Run) -> None:
 
 
 def read_lines(run: Run, path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file of the run, one a line (the notes say if some cannot be read)."""
+    """The JSON objects of a run's file, one on each line; the notes say if some cannot be read."""
     try:
         rows, unreadable = read_json_lines(path)
     except OSError as error:
@@ -177,7 +177,7 @@ def named(paths: list[str]) -> dict[str, Path]:
 def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
     """Read a folder with comparison.json; UserError if it is no comparison of this version.
 
-    Unless the page shows it `alone`, its settings may have the names of others: each gets `name` in front of it.
+    Unless the page shows it `alone`, another comparison may have settings of the same names: `name` is put before each.
     """
     file = path / COMPARISON
     record = mapping(read_json(file))
