@@ -1,7 +1,7 @@
 """Compares the memory that `accel-sft plan` predicts with three sources, in GiB.
 
     python benchmarks/plan_accuracy.py [--source NAME] [--cases NAME] [--layers N] [--keep FILE] [--smoke]
-    python benchmarks/plan_accuracy.py [--source NAME] --again FILE   # predict anew for the cases measured in FILE
+    python benchmarks/plan_accuracy.py [--source NAME] --again FILE   # predict again for the cases measured in FILE
 
 `text`: two ranks on a CPU train a random Qwen2 of 20 to 200 million parameters, full or LoRA, on short or long rows.
 Each phase's peak of resident memory is measured (the kernel's VmHWM, reset as a phase begins), of the rank with the

@@ -348,7 +348,7 @@ def test_findings_name_the_fastest_and_what_others_cost(tmp_path):
     assert "z0 is the fastest: 1,005 tokens/s" in findings
     assert "z2_offload takes 2.50 times the time of z0, -4.00 GiB on a GPU." in findings
     assert "differ by 1% at most (z2 from z0, step 3)" in findings
-    assert not re.search("Undecided|Not the same|precision", findings)
+    assert not re.search("Undecided|Conditions differ|precision", findings)
     assert record["settings"][1]["ratio_to_best"] == pytest.approx(805 / 1005)
     assert record["settings"][1]["spread"]["tokens_per_second"] == pytest.approx(10 / 805)
     record["settings"][1]["launch"]["precision"] = "no"

@@ -163,7 +163,7 @@ TAMPERINGS = [
     (on(both, "seed", 6), "step-000006: written with other settings than run.json"),
     (on(edit_record, data_sha256="0" * 64), "written with other data than"),
     (on(edit_lines, slower), f"{LINES} up to step 2 are not those"),
-    (agreeing(on(edit_lines, lambda lines: lines.pop(3))), "where step 3 is expected, the line of step 4 stands"),
+    (agreeing(on(edit_lines, lambda lines: lines.pop(3))), "the line of step 4 is where that of step 3 is expected"),
     (lambda run: flip_bit(next(run.checkpoint(4).glob("*.safetensors"))), "rank-0000-000.safetensors has other bytes"),
     (on(edit_checkpoint, 4, "weights"), "step-000004: it is not the one that was there when step-000006 was written"),
     (on(drop_checkpoint, 2), "step-000002: is missing; it was kept when step 6"),

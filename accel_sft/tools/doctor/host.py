@@ -147,7 +147,7 @@ def imports(machine: Machine) -> Iterator[Finding]:
             yield problem(f"{name} cannot be imported: {failure}", fix)
     if facts.fault:
         fix = "run this step in Python to see more; likely causes: the driver, or a build for another CPU or system"
-        yield problem(f"torch and DeepSpeed could not be asked: {facts.fault}", fix)
+        yield problem(f"torch and DeepSpeed could not be checked: {facts.fault}", fix)
     elif not any(map(facts.failure, libraries)):
         yield ok(f"{', '.join(libraries)} can be imported")
 
@@ -165,7 +165,7 @@ def gpus(machine: Machine) -> Iterator[Finding]:
     kinds = ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
     if names:
         hidden = " (CUDA_VISIBLE_DEVICES hides all)" if _hidden() else ""
-        seen = f", of which torch sees {machine.devices}{hidden}" if machine.devices != len(names) else ""
+        seen = f"; torch sees {machine.devices} of them{hidden}" if machine.devices != len(names) else ""
         yield ok(f"{kinds}{seen}" + (f"; driver {facts.driver}" if facts.driver else ""))
     elif not facts.driver_failure:
         yield ok("none; training runs on the CPU")

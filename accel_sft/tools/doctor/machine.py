@@ -118,7 +118,7 @@ class TorchFacts:
         """Why a launch cannot use a library, in a few words; empty if it can."""
         if library in self.imports:
             return f"{library} cannot be imported" if self.imports[library] else ""
-        return "torch and DeepSpeed could not be asked"
+        return "torch and DeepSpeed could not be checked"
 
 
 def torch_facts(seconds: float = FACTS_SECONDS) -> TorchFacts:

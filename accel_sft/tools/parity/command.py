@@ -1,4 +1,4 @@
-"""`accel-sft parity`: compares what a server answers with what the run's own weights answer."""
+"""`accel-sft parity`: compares a server's answers with those of the run's own weights."""
 
 import dataclasses
 import json

@@ -18,7 +18,7 @@ from accel_sft.memory.states import live_parameters
 UNKNOWN = Peaks(bf16=375, fp16=375, tf32=188, fp32=90)
 """Assumptions for a GPU that flops.py does not know: a data-centre GPU on PCIe 4.0."""
 REACHED = 0.4
-"""Share of the peak that computing reaches with transformers' modules as they are."""
+"""Share of the peak that computing reaches with transformers' unchanged modules."""
 COMPILED = 1.15
 """How many times as fast `--compile` computes: published runs gain 10 to 16% from torch.compile."""
 CPU_OPERATIONS, CPU_LINK = 1e11, 2e9

@@ -43,7 +43,7 @@ class Run:
         series: the key of the run's colour: for a run of a comparison the name of its setting, else `name`.
         status: complete, running, stopped, failed or, for a run of a comparison, how `compare` says that it ended.
         reason: why the run did not complete; empty if it did.
-        started: when it was last started, in seconds since 1970; None if no file tells.
+        started: when it was last started, in seconds since 1970; None if no file says.
         record, result: the contents of run.json and of result.json; empty if there is none.
         steps, evaluations: the training lines and the other lines of metrics.jsonl, in the file's order.
         notes: files that are missing or unreadable.
@@ -73,7 +73,7 @@ class Run:
 
     @property
     def disturbed(self) -> list[str]:
-        """The steps in which the run was disturbed, and by what."""
+        """The steps in which the run was disturbed, and the cause."""
         return [one_line(sentence, 200) for sentence in sentences(disturbed_segments(self.steps))]
 
     def section(self, *keys: str) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
 
 
 def _round(path: Path, setting: str, noted: dict[str, Any]) -> Run:
-    """Return the run in a round's folder or, if that has none, a run with what the comparison noted of it."""
+    """Return the run in a round's folder or, if that has none, a run with the comparison's record of it."""
     name = f"{setting}, round {noted['round']}"
     try:
         run = read_run(path / noted["folder"], name)

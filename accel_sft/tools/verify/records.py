@@ -185,7 +185,7 @@ def _log(run: Recorded) -> Iterator[Finding]:
     name = run.run_dir.metrics.name
     steps = [line["step"] for line in run.trained]
     if wrong := next((at for at, step in enumerate(steps, 1) if step != at), None):
-        yield differs(name, f"where step {wrong} is expected, the line of step {steps[wrong - 1]} stands")
+        yield differs(name, f"the line of step {steps[wrong - 1]} is where that of step {wrong} is expected")
     content = run.run_dir.metrics.read_bytes() if run.run_dir.metrics.is_file() else b""
     chains = [""]
     for line in content.splitlines(keepends=True):
@@ -238,13 +238,13 @@ def _task(record: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _base(run: Recorded) -> Iterator[Finding]:
-    """The weights below the run's adapter."""
+    """Compare the base weights of the run's adapter with those that it was trained on."""
     if run.record.get("base_weights") and (run.run_dir.final / "adapter_config.json").is_file():
         yield from (differs("base", line) for line in other_base(find_source(str(run.run_dir.final))))
 
 
 def _data(run: Recorded) -> Iterator[Finding]:
-    """The files of rows, as far as they are found from the folder that this command is started in."""
+    """Compare the files of rows that are found from the folder in which this command is started."""
     files = {name: digest for split in mapping(run.record.get("data_files")).values() for name, digest in split}
     same, gone = [], []
     for name, digest in files.items():
