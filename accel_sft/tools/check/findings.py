@@ -40,7 +40,7 @@ D203 error: the prompt is not a prefix of prompt and answer -> change what the a
 D204 error: the chat template drops or changes the answer -> --thinking keep if it is thinking; else change target()
 D205 error: training refuses these examples -> fix the problem named here
 D206 warning: the answer is empty, and the row is left out -> write the answer, or take the row out
-D207 warning: no turn but the system's has text -> write the question; a model learns to answer nothing from it
+D207 warning: only the system turn has text -> write the question: without one, the model learns to answer nothing
 D208 warning: special tokens of the model are written in the texts
     -> take them out: they are learnt as characters; if a template wrote them: --control-tokens tokens
 D209 error: the answer's own text has a token that ends the turn -> take it out: the chat template ends the turn

@@ -54,7 +54,7 @@ class Curve:
 
     @property
     def fell(self) -> int | None:
-        """The number of rows after which each seed was better than after all rows, in the mean by `detectable`."""
+        """The number of rows after which each seed was better than after all rows, by `detectable` in the mean."""
         last = [self.better * value for value in self.metrics[-1]]
         for size, metrics in zip(self.sizes, self.metrics, strict=True):
             values = [self.better * value for value in metrics]

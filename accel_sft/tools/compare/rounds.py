@@ -112,7 +112,7 @@ def _due(
 def _run_once(
     record: dict[str, Any], folder: Path, setting: ComparedSetting, number: int, status: Status, title: str
 ) -> dict[str, Any]:
-    """Run a setting once and return the run's record; first remove an earlier attempt's processes and files."""
+    """Run a setting once and return the run's record; first end an earlier attempt and remove its files."""
     place = folder / "runs" / setting.folder
     run_dir, log = RunDir(place / f"round-{number}"), place / f"round-{number}.log"
     end_all(run_dir.path)

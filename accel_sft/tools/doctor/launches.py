@@ -100,7 +100,7 @@ def launch_file(machine: Machine, file: Path) -> Finding:
 
 
 def _unusable(machine: Machine, launch: Launch) -> str:
-    """Return why DeepSpeed, its operators or a group of ranks, which this launch needs, fail here; "" if none does."""
+    """Return why what this launch needs (DeepSpeed, its operators, a group of ranks) fails here; "" if all works."""
     if launch.backend == "deepspeed" and (reason := machine.torch.failure("deepspeed")):
         return reason
     compiled = operators_of(launch)

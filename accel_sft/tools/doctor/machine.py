@@ -179,7 +179,7 @@ def ask(command: Sequence[str], seconds: float) -> Answer:
 
 
 def script(*arguments: str, launcher: Sequence[str] = ()) -> list[str]:
-    """The command that runs `torch_script` with this Python. For ranks, `launcher` has a launcher's words."""
+    """The command that runs `torch_script` with this Python. For ranks, `launcher` starts the launcher."""
     return [sys.executable, *launcher, "-m", "accel_sft.tools.doctor.torch_script", *arguments]
 
 

@@ -29,7 +29,7 @@ class PlannedMachine:
     gpus: int  # with 0, ranks train on the CPU
     gpu_bytes: float | None
     host_bytes: float
-    bf16: bool = True  # natively; assumed of GPUs that the user describes
+    bf16: bool = True  # native bf16; assumed for GPUs that the user describes
     gpu: str = ""  # the name; "" if the user describes the GPUs, or if their names differ
 
 

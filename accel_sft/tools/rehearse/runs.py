@@ -81,7 +81,7 @@ def launcher_of(real: Launch | None, file: Path | None) -> tuple[list[str], str]
 
 
 def rehearsed(config: TrainConfig, model: str, longest_answer: int) -> TrainConfig:
-    """The real run's settings, resolved, with those that a rehearsal changes."""
+    """The real run's resolved settings, changed where a rehearsal needs it."""
     rows = min(config.global_batch_size or ROWS, ROWS)
     kernels = config.attn_implementation in (None, "eager", "sdpa")
     return dataclasses.replace(
@@ -176,7 +176,7 @@ class Stages:
         try:
             yield
         except UserError as error:
-            self.ended(name, *map(fails, error.problems))  # whole messages: a "; " in one need not come before a fix
+            self.ended(name, *map(fails, error.problems))  # as a whole: not every "; " comes before a fix
         except Exception as error:  # noqa: BLE001
             self.ended(name, fails(f"unexpected: {what_and_where(error)}"))
 

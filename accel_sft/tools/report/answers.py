@@ -12,8 +12,8 @@ from accel_sft.tools.report.runs import Run, read_lines
 LONGEST_TEXT = 2000
 """Maximum number of characters of a prompt or an answer that the page shows."""
 MOST_ROWS, _FEWEST_ROWS, _ROWS_OF_PAGE = 200, 20, 2000
-"""Number of answers on the page: at most of one evaluation, at least of one evaluation (even if there are many), and of
-all evaluations together."""
+"""Number of answers on the page: maximum for an evaluation, minimum for an evaluation (even if there are many
+evaluations), and the aim for all evaluations together."""
 
 
 def collect(runs: Sequence[Run]) -> dict[str, Any]:

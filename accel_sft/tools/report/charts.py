@@ -1,6 +1,6 @@
 """Collects what was measured at which step, and writes the page's charts of it: Vega-Lite specifications and rows.
 
-Which runs are shown, and over which steps, is not set here; the page fills that in. Colours are the page's CSS
+The page itself sets which runs are shown, and over which steps. Colours are the page's CSS
 variables, so that a chart follows light, dark and print without being drawn again.
 """
 

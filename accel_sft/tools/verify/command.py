@@ -46,9 +46,9 @@ def verify(run: Path, segments: int, seed: int | None, from_start: bool, toleran
     For example: accel-sft verify runs/sums --segments 3
 
     First the files of the folder RUN are compared with each other and with the data, code and libraries on this
-    machine. Then segments between checkpoints are drawn, run again from the first checkpoint by the recorded launch,
-    offline, in a temporary folder (TMPDIR says where), and compared bit by bit. This runs the task's code and reads the
-    files that run.yaml names: verify only runs that you trust, in the folder where the run was started.
+    machine. Then segments, drawn at random, are run again from the checkpoint at their start: by the recorded launch,
+    offline, in a temporary folder (TMPDIR says where). Their results are compared bit by bit. This runs the task's code
+    and reads the files that run.yaml names: verify only runs that you trust, in the folder where the run was started.
 
     If bits may differ although nothing was changed, the segment's line says why, and only losses are compared: verify
     on the same kind of machine as the run's.
