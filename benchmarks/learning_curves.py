@@ -1,4 +1,4 @@
-"""How often `how-much` forecasts correctly, for ten jobs: from trainings on at most half of the rows to all rows.
+"""How often `how-much` forecasts correctly, for ten jobs: from trainings on at most half of the rows, for all rows.
 
     python benchmarks/learning_curves.py [--from trained] [--folder FOLDER] [--jobs 10] [--smoke]
 

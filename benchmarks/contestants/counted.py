@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 class Counted(TorchDispatchMode):
-    """While entered, adds up `flops` as torch's counter does, which does not know attention on CPUs."""
+    """While entered, adds up `flops` like torch's counter, and counts attention on CPUs too, which that counter misses."""
 
     flops = 0
 

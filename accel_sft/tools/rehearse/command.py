@@ -210,7 +210,7 @@ class Rehearsal:
         self.stages.ended("trained", *(Finding(level, line) for line in vain), seen="; ".join(seen))
 
     def resume(self, full_run: runs.Run) -> None:
-        """Kill a second run after its first checkpoint, resume it, and compare losses and weights with the first run."""
+        """Kill a second run after its first checkpoint, resume it, and compare losses and weights with the first."""
         if self.config.save_every == "off":
             self.stages.ended("resume", warns("--save-every off: a run that is killed starts over"))
             return
