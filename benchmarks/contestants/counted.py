@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 class Counted(TorchDispatchMode):
-    """While entered, adds up `flops` like torch's counter, and counts attention on CPUs too, which that counter misses."""
+    """While entered, adds up `flops`, with those of attention on CPUs, which torch's own counter does not know."""
 
     flops = 0
 
