@@ -134,7 +134,7 @@ FAULTS = {
     # reported: unsloth #416, trl #1623
     "an end that a server does not stop at": Fault(
         "generate",
-        "a server of the base goes on",
+        "a server of the base does not stop there",
         model("--adapter", "lora", eos_token_id=[0]),
     ),
 }

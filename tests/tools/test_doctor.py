@@ -153,8 +153,8 @@ def test_versions_are_held_against_the_package_s_own_bounds(tmp_path, monkeypatc
 
 BROKEN = {
     "raise ImportError('no libcudart')": ("torch cannot be imported: ImportError: no libcudart", "cannot be imported"),
-    "import os; os.kill(os.getpid(), 4)": ("failed in the step: import torch (ended by SIGILL)", "not be asked"),
-    "import time; time.sleep(600)": ("no answer within {} s, in the step: import torch", "not be asked"),
+    "import os; os.kill(os.getpid(), 4)": ("failed in the step: import torch (ended by SIGILL)", "not be checked"),
+    "import time; time.sleep(600)": ("no answer within {} s, in the step: import torch", "not be checked"),
 }
 
 
@@ -201,9 +201,9 @@ SEEN = GPUS | DRIVER
 HIDDEN = SEEN | {"device_count": 0, "device_names": []}
 JUDGED = [
     (host.gpus, SEEN, "ok", "2 x NVIDIA H100 (80 GiB); driver 580.65.06"),
-    (host.gpus, SEEN | {"device_count": 1}, "ok", "of which torch sees 1"),
+    (host.gpus, SEEN | {"device_count": 1}, "ok", "; torch sees 1 of them"),
     (host.gpus, GPUS, "ok", "2 x NVIDIA H100"),
-    (host.gpus, GPUS | {"driver": "580", "driver_gpus": {"0": {"name": "GB10"}}}, "ok", "1 x GB10, of which"),
+    (host.gpus, GPUS | {"driver": "580", "driver_gpus": {"0": {"name": "GB10"}}}, "ok", "1 x GB10; torch sees"),
     (host.gpus, SEEN | {"driver_gpus": {"1": GPU | {"used": 9 * 2**30}}}, "ok warning", "0% of the time, 9.0 GiB"),
     (host.gpus, SEEN | {"driver_gpus": {"1": GPU | {"busy": 85}}}, "ok warning", "GPU 1 is in use: 85% of"),
     (host.gpus, {"driver_failure": "Unknown Error"}, "problem", "Unknown Error: restart the machine"),
@@ -233,7 +233,7 @@ def test_hidden_gpus_are_no_problem(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     hidden = machine(**HIDDEN)
     assert list(host.cuda(hidden)) == []
-    assert "of which torch sees 0 (CUDA_VISIBLE_DEVICES hides all)" in next(host.gpus(hidden)).what
+    assert "; torch sees 0 of them (CUDA_VISIBLE_DEVICES hides all)" in next(host.gpus(hidden)).what
 
 
 def test_a_gpu_that_cannot_compute_stops_every_launch_file():
@@ -405,7 +405,7 @@ def test_the_report_of_this_machine(tmp_path):
     for finding in report["findings"]:
         findings.setdefault(finding["subject"], []).append((finding["level"], finding["what"]))
     (damage,) = [finding["what"] for finding in report["findings"] if finding["level"] == "problem"]
-    assert "is compiled, and cannot be loaded: ImportError: " in damage
+    assert "is compiled but cannot be loaded: ImportError: " in damage
     assert findings["operators"][0] == ("problem", damage)
     assert "another process compiles async_io" in findings["operators"][1][1]
     assert lock.exists()

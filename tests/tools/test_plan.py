@@ -392,7 +392,7 @@ def test_gpu_sharing_host_memory_is_planned_by_given_size(monkeypatch):
         monkeypatch.setattr(pynvml, f"nvml{name}", lambda *_, answer=answer: answer)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", refuses)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(UserError, match="as the driver does not tell that of NVIDIA GB10"):
+    with pytest.raises(UserError, match="as the driver does not report it for NVIDIA GB10"):
         machine(None, None, 64)
     assert machine(None, 100, 64).gpu_bytes == 100 * GIB
 
@@ -507,7 +507,7 @@ def test_impossible_offload_ratio_is_the_launchs_problem(ratio):
     zero = {**job.launch.zero, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
     job = dataclasses.replace(job, launch=dataclasses.replace(job.launch, json={"zero_optimization": zero}))
     planned = plans.plan("z3_twin_flow", Path("z3.yaml"), job, PlannedMachine(2, 80 * GIB, 200 * GIB), 2048)
-    assert planned.problem == "its offload_optimizer ratio is no number from 0 to 1"
+    assert planned.problem == "its offload_optimizer ratio is not a number from 0 to 1"
 
 
 def test_the_page_of_zero_keys_says_what_plan_counts():

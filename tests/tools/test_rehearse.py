@@ -138,7 +138,7 @@ def test_exported_weights_that_are_not_the_trained_ones_are_found(tmp_path):
     loss = exported.loss()
     for evaluated, said in (
         ([2 * loss, loss], []),
-        ([2 * loss, 1.01 * loss], ["the exported weights predict otherwise than those that were trained"]),
+        ([2 * loss, 1.01 * loss], ["the exported weights do not predict as the trained ones did"]),
         ([loss, loss], ["nothing was learnt"]),
         ([], []),
     ):
