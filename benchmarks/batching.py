@@ -1,7 +1,7 @@
-"""Whether the batching that accel_sft chooses is the fastest of those a user can fix, and the same at every start.
+"""Tests whether the batching that accel_sft chooses is the fastest that a user can set, and the same at each start.
 
     python benchmarks/batching.py [--job NAME ...] [--rounds 5]     the choice against each fixed batching, in turns
-    python benchmarks/batching.py [--job NAME ...] --starts 20      what so many starts choose beside two busy processes
+    python benchmarks/batching.py [--job NAME ...] --starts 20      what 20 starts choose beside two busy processes
 
 Contestants take a few optimizer steps each, in every round; medians over the rounds and their ratios are printed as a
 table. `cluener` has rows of CLUENER 2020's lengths, read by the `ner` task; the other jobs are shapes.py's.
@@ -34,7 +34,7 @@ CLUENER_ROWS, CLUENER_BATCH, CLUENER_STEPS = 640, 64, 2
 LAYOUTS = ("shared", "packed", "padded")
 ROWS = (4, 8, 16, 32, 64)
 COPIED = "the default, its prefix copied for each row"
-"""What the CPU kernel for shared prefixes saves."""
+"""A contestant without the CPU kernel for shared prefixes, to show what the kernel saves."""
 SPIN = "while True: pass"
 
 
@@ -55,7 +55,7 @@ def cluener_rows(count: int, seed: int = 0) -> list[dict]:
 
 
 def make(folder: Path, job: str, hidden: int, layers: int) -> dict:
-    """Write the job's rows and its model; returns a contestant's settings."""
+    """Write the job's rows and its model; return a contestant's settings."""
     if job != CLUENER:
         shape = shapes.SHAPES[job]
         shapes.make_model(folder / "model", hidden, layers)
@@ -91,7 +91,10 @@ def against_fixed(job: str, common: dict, rounds: int, layouts: Sequence[str], s
         print(f"| {each.name} | {seconds[each.name]:.3f} | {told:.2f}x |")
         each.stop()
     ratios = [own / other for own, other in zip(fastest.speeds, default.speeds, strict=True)]
-    print(f"\nAgainst the fastest fixed one, {fastest.name}: {statistics.median(ratios):.3f} of its time", flush=True)
+    print(
+        f"\nThe default takes {statistics.median(ratios):.3f} of the time of the fastest fixed one, {fastest.name}",
+        flush=True,
+    )
 
 
 @contextlib.contextmanager
@@ -124,8 +127,12 @@ def main() -> None:
     parser.add_argument("--job", action="append", choices=JOBS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--starts", type=int, default=0)
-    parser.add_argument("--layout", action="append", choices=LAYOUTS, help="Of the fixed batchings; may be repeated.")
-    parser.add_argument("--rows", type=int, action="append", help="In a forward of the fixed ones; may be repeated.")
+    parser.add_argument(
+        "--layout", action="append", choices=LAYOUTS, help="Layout of the fixed batchings; may be repeated."
+    )
+    parser.add_argument(
+        "--rows", type=int, action="append", help="Rows a forward of the fixed batchings; may be repeated."
+    )
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
     args = smoke.parse(parser, job=["series-a"], rounds=1, layout=["shared"], rows=[16], hidden=64, layers=2)

@@ -1,14 +1,14 @@
-"""What a checkpoint costs: written behind the steps, with training waiting for it, and as the library's own state.
+"""What a checkpoint costs: in the background, with training waiting for it, and as the library's own state.
 
     accelerate launch --config_file accelerate_configs/z2.yaml --mixed_precision no benchmarks/checkpoint.py --rounds 5
     python benchmarks/checkpoint.py --smoke
 
-A cycle is a number of steps with one checkpoint after the first; its end waits for the checkpoint. Cycles without one,
-with one that training waits for, and with one in the background take turns. `stall` is how long the loop stands still
-for it, and `lost` by how much the cycle is longer than one without, slower steps included.
+A cycle is a number of steps with one checkpoint after the first; its end waits for the checkpoint. Cycles without a
+checkpoint, with training waiting for it, and with a checkpoint in the background take turns. `stall` is how long the
+loop stands still for the checkpoint. `lost` is how much longer the cycle is than one without, slower steps included.
 
-The library's is `accelerator.save_state`: torch's or DeepSpeed's own files, bound to the layout they are written under.
-They are on the disk and hashed before it counts, as a run's checkpoint is.
+The library's own state is that of `accelerator.save_state`: files of torch or DeepSpeed that only the same layout can
+read. Its time ends when they are on the disk and hashed, like a run's checkpoint.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden-size", type=int, default=640)
     parser.add_argument("--layers", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=6, help="steps of a cycle: so many that a checkpoint is done")
+    parser.add_argument("--steps", type=int, default=6, help="steps of a cycle: enough for a checkpoint to be done")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a rank's step")
     parser.add_argument("--ours", action="store_true", help="leave the library's state out")
     arguments = smoke.parse(parser, rounds=1, hidden_size=64, layers=2, steps=2, tokens=64)

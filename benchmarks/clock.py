@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Clock:
-    """Counts each part's own seconds, without those of parts called within it, so that all add up to the whole.
+    """Counts each part's own seconds, without those of parts called within it, so that all parts add up to the total.
 
     The time between two outermost parts is a part too, named after the second one, as in "(before backward)".
 
@@ -43,7 +43,7 @@ class Clock:
         Args:
             call: the function itself, not its name, so that a renamed function is noticed by the caller.
         Raises:
-            LookupError: `call` is no attribute of `owner` itself; name the module or class that the program looks in.
+            LookupError: `call` is no attribute of `owner` itself; name the module or class that the program uses.
         """
         name = next((name for name in vars(owner) if getattr(owner, name) is call), None)
         if name is None:

@@ -6,10 +6,10 @@
 All ways answer in turns in one process, in every round; medians over the rounds and their ratios are printed as a
 table. They must give the same tokens: the same work is done.
 
-Random weights hardly ever end a turn. Here the head is made, in place of the random one, so that an answer counts down
-from the question's last word and ends after zero: a question says how long its answer is. The rest is computed as ever.
-Rows are put in order by the lengths of expected answers, which are those that come; with `--unforeseen` they are those
-of other questions, as if the model had learnt nothing yet.
+Random weights hardly ever end a turn. The random head is therefore replaced: with the new head an answer counts down
+from the question's last word and ends after zero, so a question says how long its answer is. The rest is computed as
+usual. Rows are sorted by the lengths of expected answers, which the model gives exactly; with `--unforeseen` the
+expected answers are those of other questions, as if the model had learnt nothing yet.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHAPES = {
     "mixed-lengths": shapes.Shape(30, (5, 60), (4, 129), 0, 0, "log"),  # 30 + 5 to 59 + 4 to 128
 }
 EMBEDDINGS_TIMES = 10
-"""Factor on the embeddings, so that the last word decides what comes next, whatever the random layers add to it."""
+"""Factor on the embeddings, so that the last word decides the next word, whatever the random layers add to it."""
 
 
 def count_down(model: torch.nn.Module, words: list[int], end: int) -> None:
@@ -117,14 +117,14 @@ def contestants(model: torch.nn.Module, tokenizer: object, examples: list[Encode
     shared = common_prefix(examples)
     return {
         "accel_sft": lambda rows: {example.index: answer for example, answer in generator(rows, most).answers},
-        "`generate`, 64 rows behind a cached instruction": Transformers(model, tokenizer, 64, most, shared),
+        "`generate`, 64 rows after a cached instruction": Transformers(model, tokenizer, 64, most, shared),
         "`generate`, 64 rows": Transformers(model, tokenizer, 64, most),
         "`generate`, one question at a time": Transformers(model, tokenizer, 1, most),
     }
 
 
 def unforeseen(examples: list[Encoded]) -> list[Encoded]:
-    """The questions, each with the answer of another."""
+    """The questions, each with the answer of another question."""
     drawn = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0)).tolist()
     others = (examples[at].input_ids[examples[at].prompt_length :] for at in drawn)
     return [

@@ -4,13 +4,13 @@
 
 Needs no network: models have the published sizes of Qwen2.5 and random weights, rows are random words. All rows of a
 job have the same length, and all but 16 tokens of a row are learnt, so nothing is shared, padded or left out of the
-head: every trainer computes the same. Each line is a process of its own, started by `accelerate launch` with the
-shipped configurations; one that fails, runs out of memory or out of time is a line that says so. `--peers` adds TRL, on
-one process without ZeRO. `--tiny` runs all of it with shrunken models, on a CPU too; `--smoke` one job of those.
-Markdown, then JSON, to standard output.
+head: every trainer computes the same. Each line of the table is measured in its own process, started by `accelerate
+launch` with a shipped configuration; if it fails, runs out of memory or takes too long, its line says so. `--peers`
+adds TRL, on one process without ZeRO. `--tiny` runs every job with a shrunken model, also on a CPU; `--smoke` runs one
+such job. Markdown, then JSON, goes to standard output.
 
-MFU is the share of the card's dense bf16 peak that the model's own FLOPs take, as accel_sft/memory/flops.py counts them
-for runs, too; recomputed activations do not count.
+MFU is the share of the card's dense bf16 peak that the model's own FLOPs take, counted by accel_sft/memory/flops.py as
+for runs; recomputed activations do not count.
 """
 
 from __future__ import annotations
@@ -222,13 +222,13 @@ def main() -> None:
     parser = smoke.parser(__doc__)
     parser.add_argument("--job", action="append", choices=JOBS)
     parser.add_argument("--launch", action="append", choices=ALL)
-    parser.add_argument("--peers", metavar="PYTHON", help="Of an environment with benchmarks/peers.txt.")
+    parser.add_argument("--peers", metavar="PYTHON", help="Python of an environment with benchmarks/peers.txt.")
     parser.add_argument("--warmup-steps", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8, help="Measured, after the warm-up.")
+    parser.add_argument("--steps", type=int, default=8, help="Measured steps, after the warm-up.")
     parser.add_argument("--timeout", type=int, default=1200, help="Seconds that a line may take.")
-    parser.add_argument("--folder", help="Where weights are written (up to 16 GB); a temporary one by default.")
+    parser.add_argument("--folder", help="Folder for weights (up to 16 GB); default: a temporary one.")
     parser.add_argument("--tiny", action="store_true", help="Shrunken models and rows, to try it all out.")
-    parser.add_argument("--debug", action="store_true", help="Show what a failing line said.")
+    parser.add_argument("--debug", action="store_true", help="Show the output of a process that fails.")
     parser.add_argument("--make-model", nargs=2, help=argparse.SUPPRESS)
     args = smoke.parse(parser, tiny=True, job=["0.5B full"], launch=["ddp"], warmup_steps=1, steps=1)
     if args.make_model:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Speed and memory on this machine's NVIDIA GPU, from a bare checkout and without network; see benchmarks/gpu.py.
 # PYTHON names an interpreter with torch, transformers, accelerate, deepspeed, peft and tensorboard (default: .venv, as
-# setup.sh makes it, or python3); accel_sft itself is taken from this checkout. Arguments are handed on.
+# setup.sh makes it, or python3); accel_sft itself is taken from this checkout. Arguments are passed to gpu.py.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 

@@ -1,14 +1,14 @@
-"""Rows that go on from a cache of their instruction against padded rows, in hybrids of about 12 million parameters.
+"""Compares rows that continue from a cache of their instruction with padded rows, in hybrids of 12 million parameters.
 
     python benchmarks/hybrids.py [--family NAME ...] [--shape NAME ...] [--rounds 5] [--peers PYTHON] [--smoke]
 
-Optimizer steps of the same rows, in turns, in one process with one thread, in float32. Each way takes the size of
-forwards with the least work. CPU seconds of the process are counted, in which other programs hardly show; the least of
-the rounds.
+Both ways take optimizer steps on the same rows, in turns, in one process with one thread, in float32. Each way has the
+size of forwards with the least work. The result is the smallest number of CPU seconds over the rounds: other programs
+hardly change CPU seconds.
 
-With `--peers`, accel_sft's whole trainer and TRL's on the same model and rows follow, each in a process of its own, in
-turns. TRL is tried once with several numbers of rows a forward; the best one counts. What cannot train is left out, and
-the reason is told.
+With `--peers`, accel_sft's whole trainer and TRL's then train on the same model and rows, each in its own process, in
+turns. TRL is tried once with several numbers of rows a forward; the best one counts. A trainer that cannot train is
+left out, and the reason is printed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EACH_FORWARD = 64.0
 """Fixed cost of a forward with one thread, in tokens, as accel_sft counts it."""
 USUAL = ("series-b", "long-instruction")
 ROWS = (4, 8, 16)
-"""Rows a forward that TRL is tried with."""
+"""Numbers of rows a forward with which TRL is tried."""
 
 
 def make_model(family: str, tokenizer: Any) -> Any:
@@ -121,7 +121,9 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=shapes.SHAPES)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers", metavar="PYTHON", help="Python of an environment with benchmarks/peers.txt.")
-    parser.add_argument("--rows-per-forward", type=int, action="append", help=f"To try TRL with ({ROWS}).")
+    parser.add_argument(
+        "--rows-per-forward", type=int, action="append", help=f"Rows a forward to try TRL with ({ROWS})."
+    )
     args = smoke.parse(parser, family=["lfm2"], shape=["series-a"], rounds=1, rows_per_forward=[8])
     args.llamafactory = None  # it trains none of these families
     torch.set_num_threads(1)

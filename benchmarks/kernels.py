@@ -2,10 +2,10 @@
 
     python benchmarks/kernels.py [--shape NAME ...] [--steps 5] [--smoke]
 
-Each operator's own time counts, without the operators called within it. In forward and backward, what an operator is
-decides; what an autograd node or Python does between operators is theirs. All in the optimizer's part of the step is
-`optimizer`; what is in none of forward, backward and optimizer is `ours`. Profiling slows a step with many small
-operators, so the step's time without it is printed above the table.
+Each operator's own time counts, without the operators called within it. In forward and backward, time counts by the
+kind of operator; time between operators counts for autograd or Python. All time in the optimizer's part of the step is
+`optimizer`, and time outside of forward, backward and optimizer is `ours`. Profiling slows a step with many small
+operators, so the step's time without the profiler is printed above the table.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ OPERATORS = (
     ("norms, activations and rotary", r"aten::(mul|add|sub|div|neg|pow|mean|rsqrt|silu|sum|sigmoid|exp|square).*"),
     ("views and allocations", r"aten::.*"),
 )
-"""Kinds of operators, by the first pattern that an operator's whole name fits."""
+"""Kinds of operators: an operator is of the first kind whose pattern matches its whole name."""
 SPAN = "accel_sft: "
 """How the trainer's own parts of a step begin in a trace (tracking/time_spent.py)."""
 
 
 def kind(event: Any) -> str:
-    """What an operator, or what stands between operators, belongs to."""
+    """The kind of an operator, or of an event between operators."""
     above, outer = [], event
     while outer is not None:
         above.append(outer.name)
@@ -58,7 +58,7 @@ def kind(event: Any) -> str:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the loop once in this process; returns milliseconds and calls of a step by kind, and its wall times."""
+    """Run the loop once in this process; return milliseconds and calls of a step by kind, and its wall times."""
     sys.path.insert(0, str(HERE / "contestants"))
     from accel_sft.launch.environment import prepare_environment
 
@@ -80,7 +80,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         facts["batching"] = f"{batching.layout} {batching.tokens}"
         if len(walls) == last:
             profile.start()
-        if len(walls) == last + 1:  # what it has so far is dropped
+        if len(walls) == last + 1:  # what the profiler has so far is dropped
             profile.stop()
             profile.start()
             walls[-1] = time.perf_counter()
@@ -104,7 +104,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = smoke.parser(__doc__)
     parser.add_argument("--shape", action="append", choices=shapes.SHAPES)
-    parser.add_argument("--steps", type=int, default=5, help="Counted without the profiler, and as many with it.")
+    parser.add_argument("--steps", type=int, default=5, help="Steps timed without the profiler, and as many with it.")
     parser.add_argument("--warmup-steps", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)

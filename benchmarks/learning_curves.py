@@ -1,11 +1,11 @@
-"""How often `how-much` forecasts right: from half of the rows and less what all of them bring, for ten jobs.
+"""How often `how-much` forecasts correctly, for ten jobs: from trainings on at most half of the rows, for all rows.
 
     python benchmarks/learning_curves.py [--from trained] [--folder FOLDER] [--jobs 10] [--smoke]
 
 `accel-sft how-much` trains each job on a sixteenth, an eighth, a quarter, a half and all of its rows, each with two
-seeds. Its record without the trainings on all rows gives the forecast; they are the truth. Models begin with random
-weights, which learn a job all at once, or with `--from trained` from one that was trained on other rows of the task:
-smaller sums, other sentences, other words. A folder that is named is kept, and an interrupted benchmark goes on there.
+seeds. The forecast is made without the trainings on all rows, and compared with them. Models begin with random weights,
+which learn a job all at once, or with `--from trained` with weights that were trained on other rows of the task:
+smaller sums, other sentences, other words. With `--folder`, the folder is kept, and the same command resumes there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BEFORE = {
 }
 """Options of the training that each task's models begin from with `--from trained`."""
 WORDS = 150
-"""Words of the language that chats are translated from."""
+"""Number of words of the language from which chats translate."""
 
 
 def write_chats(path: Path, rows: int, seed: int) -> None:
@@ -105,7 +105,7 @@ def main(folder: Path, jobs: int, start: str, sizes: str | None, steps: int | No
         )
     if held:
         width = statistics.median(widths)
-        print(f"\n{sum(held)} of {len(held)} intervals hold what came; their median width is {width:.3f}.")
+        print(f"\n{sum(held)} of {len(held)} intervals contain what came; their median width is {width:.3f}.")
 
 
 if __name__ == "__main__":
@@ -113,8 +113,8 @@ if __name__ == "__main__":
     arguments.add_argument("--folder", type=Path)
     arguments.add_argument("--jobs", type=int, default=len(JOBS))
     arguments.add_argument("--from", dest="start", choices=("random", "trained"), default="random")
-    arguments.add_argument("--sizes", help="Numbers of rows; with --smoke few.")
-    arguments.add_argument("--steps", type=int, help="Optimizer steps of each training, in place of four epochs.")
+    arguments.add_argument("--sizes", help="Numbers of rows to train on; few with --smoke.")
+    arguments.add_argument("--steps", type=int, help="Optimizer steps of each training, instead of four epochs.")
     args = parse(arguments, jobs=1, start="trained", sizes="16,32,64", steps=2)
     if args.folder:
         args.folder.mkdir(parents=True, exist_ok=True)

@@ -2,13 +2,13 @@
 
     python benchmarks/memory.py [--rows 10000 100000 1000000] [--rounds 3] [--steps 100] [--smoke] [-- LAUNCHER ...]
 
-Each run is the command line itself (`accel_sft math --train-file`), in one process or under the launcher named behind
+Each run is the command line itself (`accel_sft math --train-file`), in one process or under the launcher named after
 `--`, such as `accelerate launch --config_file accelerate_configs/z2.yaml`. The first start finds an empty cache. The
 second starts take turns: every size once a round. Unique memory (USS: what would be free without the process) is
-sampled ten times a second from the first step on; with several ranks the largest one's counts. Another trainer stands
-still meanwhile, so that the libraries' code is shared and does not count, whatever else runs on the machine. The start
-is timed from the command to the first line of metrics.jsonl; the CPU time of all its processes says the same where the
-machine is busy.
+sampled ten times a second from the first step on; of several ranks the largest USS counts. Another trainer is stopped
+meanwhile: it shares the libraries' code, so that this code does not count, whatever else runs on the machine. The start
+is timed from the command to the first line of metrics.jsonl; on a busy machine, compare the CPU time of all its
+processes instead.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def ranks_of(process: psutil.Process) -> list[psutil.Process]:
 
 
 def to_first_step(command: list[str], folder: Path, cache: Path) -> tuple[subprocess.Popen, float]:
-    """Start a run in `folder`; returns it after its first step, and the seconds since the command."""
+    """Start a run in `folder`; return it after its first step, and the seconds since the command."""
     environment = {**os.environ, "ACCEL_SFT_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
     metrics, log = folder / "metrics.jsonl", folder.with_suffix(".log")
     begun = time.perf_counter()
@@ -90,7 +90,7 @@ def entries(cache: Path) -> set[Path]:
 
 
 def run(command: list[str], folder: Path, cache: Path, again: bool) -> Start:
-    """Train in `folder` and measure; with `again` the tokens must be in the cache, without it they must not."""
+    """Train in `folder` and measure; with `again` the tokens must be in the cache, else they must not be."""
     before = entries(cache)
     process, seconds = to_first_step(command, folder, cache)
     if (entries(cache) == before) != again:
@@ -108,7 +108,7 @@ def run(command: list[str], folder: Path, cache: Path, again: bool) -> Start:
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
     if len(samples) < 2:
         raise SystemExit(f"{folder}: over before its memory was read twice; ask for more --steps")
-    samples = samples[: -max(len(samples) // 10, 1)]  # at the end weights are exported, which is no training
+    samples = samples[: -max(len(samples) // 10, 1)]  # at the end weights are exported: this is not training
     cpu_seconds = sum(time.user + time.system for time in times)
     return Start(seconds, cpu_seconds, statistics.median(samples), max(samples))
 
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--rounds", type=int, default=3, help="Second starts of each size.")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("launcher", nargs="*", help="Behind --: what to launch with; none: one process.")
+    parser.add_argument("launcher", nargs="*", help="After --: the launcher; none: one process.")
     args = smoke.parse(parser, rows=[2000], rounds=1, steps=8)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

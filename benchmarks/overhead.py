@@ -6,10 +6,10 @@ Runs the real loop (`train.run`, one process, float32) on a model small enough f
 time weighs most, once with a terminal (a bar) and once without (a line every ten steps). The calls of a step are timed
 where the loop makes them; a part's time is its own, without the parts called within it. All that is not the model's
 forward with the loss, `Stepper.backward` or `Stepper.update` is ours. Medians over the steps leave out what happens
-once or twice a second (system readings, a redrawn bar), so means stand beside them.
+once or twice a second (system readings, a redrawn bar), so the table has means too.
 
-With `--turns`, also runs with and without the check for weights without gradients, which looks once, after the
-third step: in turns, so that what else the machine does weighs on both alike.
+With `--turns`, the loop also runs with and without the check for weights without gradients, which looks once, after
+the third step. The two take turns, so that other work on the machine affects both alike.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def time_parts(clock: Clock) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the loop once in this process; returns the seconds of every part of every step, which ends with `on_step`.
+    """Run the loop once in this process; return the seconds of every part of every step. `on_step` ends a step.
 
     Raises:
-        LookupError: a part's function is gone, or the loop does not call it any more.
+        LookupError: a part's function no longer exists, or the loop no longer calls it.
     """
     sys.path.insert(0, str(HERE / "contestants"))
     from accel_sft.launch.environment import prepare_environment
@@ -122,9 +122,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     config = rows.settings(f"{args.folder}/model", shapes.SHAPES[args.shape].batch, **settings)
     train.run("rows", rows.Rows(path=f"{args.folder}/{args.shape}.json"), config, on_step=stepped)
     if clock.uncalled:
-        raise LookupError(
-            f"not called in {len(laps)} steps: {', '.join(sorted(clock.uncalled))}; what is in its place?"
-        )
+        raise LookupError(f"not called in {len(laps)} steps: {', '.join(sorted(clock.uncalled))}; what replaces them?")
     if profile:
         text = io.StringIO()
         pstats.Stats(profile, stream=text).strip_dirs().sort_stats("tottime").print_stats(args.functions)
@@ -150,7 +148,7 @@ def in_own_process(args: argparse.Namespace, folder: Path, bar: bool) -> dict[st
     with subprocess.Popen(command, stdout=writing, env=environment) as process:
         os.close(writing)
         shown = []
-        while True:  # until the other end is closed, which a terminal reports as EIO
+        while True:  # until the other end is closed: a terminal reports this as EIO
             try:
                 part = os.read(reading, 65536)
             except OSError:
@@ -208,15 +206,17 @@ def in_turns(args: argparse.Namespace, folder: Path) -> str:
 
 def main() -> None:
     parser = smoke.parser(__doc__)
-    parser.add_argument("--steps", type=int, default=300, help="Counted, after the warm-up.")
+    parser.add_argument("--steps", type=int, default=300, help="Counted steps, after the warm-up.")
     parser.add_argument("--warmup-steps", type=int, default=20)
     parser.add_argument("--shape", choices=shapes.SHAPES, default="series-a")
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument(
-        "--functions", type=int, default=0, help="Also cProfile what is ours, and show that many functions."
+        "--functions", type=int, default=0, help="Also run cProfile on our own part, and show so many functions."
     )
-    parser.add_argument("--turns", type=int, default=0, help="Runs with and without the check of trained weights.")
+    parser.add_argument(
+        "--turns", type=int, default=0, help="Runs with and without the check for weights without gradients."
+    )
     parser.add_argument("--unchecked", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--answer", help=argparse.SUPPRESS)

@@ -1,20 +1,21 @@
-"""The memory that `accel-sft plan` predicts, against three sources, in GiB.
+"""Compares the memory that `accel-sft plan` predicts with three sources, in GiB.
 
     python benchmarks/plan_accuracy.py [--source NAME] [--cases NAME] [--layers N] [--keep FILE] [--smoke]
-    python benchmarks/plan_accuracy.py [--source NAME] --again FILE   # predict anew for what FILE has measured
+    python benchmarks/plan_accuracy.py [--source NAME] --again FILE   # predict again for the cases measured in FILE
 
-`text`: launches of two ranks on a CPU, of a random Qwen2 of that many million parameters, full or LoRA, on short or
-long rows. Measured is each phase's peak of resident memory as the kernel keeps it (VmHWM, reset as a phase begins), of
-the rank with most, as `result.json` has it. The constants of accel_sft/memory/estimate.py were fitted to the cases
-`fitted`, so that the others are held out. Other work on the machine changes no number.
+`text`: two ranks on a CPU train a random Qwen2 of 20 to 200 million parameters, full or LoRA, on short or long rows.
+Each phase's peak of resident memory is measured (the kernel's VmHWM, reset as a phase begins), of the rank with the
+highest peak, and read from `result.json`. The constants of accel_sft/memory/estimate.py were fitted to the cases
+`fitted`; the other cases are held out. Other work on the machine changes no number.
 
-`images`: the same of one process, a random vision-language model of 15 to 40 million parameters and rows with images,
-the vision tower frozen or trained.
+`images`: the same with one process, a random vision-language model of 15 to 40 million parameters and rows with images;
+the vision tower is frozen or trained.
 
 `simulated`: models of published sizes on fake tensors (simulated_memory.py), as one GPU of eight under ZeRO-2. `step`
-is the peak without overhead; `forward` is what forward and backward add to the model states, in which the two differ.
+is the peak without overhead; `forward` is what forward and backward add to the model states. Prediction and simulation
+can differ only in `forward`.
 
-`--layers` cuts the last source's models, which a machine in a hurry takes; both answers are about the cut model.
+`--layers` cuts the models of `simulated`, to save time; prediction and simulation are then of the cut model.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from accel_sft.memory.states import placed
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
 Case = dict[str, Any]
-"""What is launched or followed; once measured, also `measured` (GiB by phase) and what the prediction needs."""
+"""What to launch or simulate; once measured, also `measured` (GiB by phase) and what the prediction needs."""
 
 # --- launched on a CPU ---
 
@@ -54,7 +55,7 @@ LENGTHS = {
 }
 """Rows of a step: 16 rows of about 65 tokens, or 4 rows of about 750."""
 WIDTHS = {20: (384, 6), 60: (640, 10), 110: (896, 10), 200: (1024, 14)}
-"""Millions of parameters (about) to hidden size and layers, with a vocabulary of 16,384."""
+"""Maps millions of parameters (about) to hidden size and layers; the vocabulary has 16,384 tokens."""
 LAUNCHES = ("ddp", "z0", "z1", "z2", "z3", "z2_offload", "z3_offload")
 FITTED = [
     *((60, name, adapter, "short") for adapter in ("none", "lora") for name in LAUNCHES),
@@ -80,7 +81,7 @@ HELD_OUT = [
     (200, "z3_offload", "none", "short"),
 ]
 ROWS = 4
-"""Rows with images of a step, which are one forward."""
+"""Rows with images in a step, which is one forward."""
 PICTURED = [  # family, launch file, adapter, whether the tower is trained, its width and depth, images of a row, size
     ("qwen2_vl", "ddp", "lora", False, 640, 4, 2, (672, 448)),
     ("qwen2_vl", "ddp", "none", True, 512, 6, 1, (448, 448)),
@@ -145,7 +146,7 @@ def measured_images(case: Case, folder: Path) -> Case:
 
 
 def launched(case: Case, folder: Path, rows: list[dict[str, Any]], options: dict[str, Any]) -> Case:
-    """Train the folder's model on these rows; returns the case with what the run says of its memory."""
+    """Train the folder's model on these rows; return the case with what the run reports about its memory."""
     data, out = folder / "rows.jsonl", folder / "run"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"model": folder / "model", "train-file": data, "validation-file": data, **options}
@@ -229,7 +230,7 @@ def simulated_cases(models: Sequence[str] = tuple(MODELS), tokens: Sequence[int]
 
 
 def cut(case: Case, layers: int | None) -> Case:
-    """The case with its model's config, of at most so many layers."""
+    """The case with its model's config, cut to at most this many layers."""
     config = dict(MODELS[case["name"]])
     return {**case, "model": config | {"num_hidden_layers": min(config["num_hidden_layers"], layers or 10**6)}}
 
@@ -248,7 +249,7 @@ def job_of(case: Case) -> Job:
 
 
 def in_step(job: Job, found: Estimate) -> dict[str, float]:
-    """GiB of a step's peak, without the allocator's gaps and what is outside of torch, and what forwards add to it."""
+    """GiB of a step's peak (without the allocator's gaps and memory outside of torch), and of what forwards add."""
     states = placed(job)[0]
     resident = states.weights + states.master + states.moments + states.held + states.buffers + states.gradients
     peak = sum(size for name, size in found.device["step"].items() if name != "overhead")
@@ -279,7 +280,7 @@ def cells_of_simulation(case: Case) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """How a source's cases are measured, given a folder of their own, predicted, and named in the table."""
+    """How a source's cases are measured (each in its own folder), predicted, and named in the table."""
 
     heads: str
     cases: dict[str, list[Case]]
@@ -357,9 +358,9 @@ def measured(source: Source, cases: list[Case], keep: Path | None) -> Iterator[C
 def main() -> None:
     parser = smoke.parser(__doc__)
     parser.add_argument("--source", choices=[*SOURCES], default="text")
-    parser.add_argument("--cases", choices=("fitted", "held-out", "smoke"), help="Of `text`; by default all.")
+    parser.add_argument("--cases", choices=("fitted", "held-out", "smoke"), help="Cases of `text`; by default all.")
     parser.add_argument("--layers", type=int, help="Cut models on fake tensors to so many layers.")
-    parser.add_argument("--again", type=Path, help="Measured cases, one JSON a line.")
+    parser.add_argument("--again", type=Path, help="A file of measured cases, one JSON a line.")
     parser.add_argument("--keep", type=Path, help="A file to add measured cases to.")
     args = smoke.parse(parser, cases="smoke", layers=2)
     source = SOURCES[args.source]

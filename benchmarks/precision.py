@@ -1,10 +1,10 @@
-"""bfloat16 against float32 in accel_sft itself, on a CPU: real tokens per second, and the first step's loss.
+"""Compares bfloat16 with float32 in accel_sft itself, on a CPU: real tokens per second, and the first step's loss.
 
     python benchmarks/precision.py [--shape NAME ...] [--launch NAME ...] [--rounds 5] [--smoke]
 
-A Qwen2 of about 100 million parameters with random weights (`--hidden`, `--layers`, `--vocabulary`), few rows a step.
-Each launch is a process of its own, as `accelerate launch` would set it up (one rank, all cores); they take turns, a
-step each, in every round. All hold their weights and optimizer states at once: about 7 GiB together.
+The model is a Qwen2 of about 100 million parameters with random weights (`--hidden`, `--layers`, `--vocabulary`); a
+step has few rows. Each launch is a process of its own, as `accelerate launch` would set it up (one rank, all cores).
+Launches take turns, a step each, in every round. Their weights and optimizer states take about 7 GiB together.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def variables(precision: str, stage: int | None) -> dict[str, str]:
 def main() -> None:
     parser = smoke.parser(__doc__)
     parser.add_argument("--shape", action="append", choices=ROWS)
-    parser.add_argument("--launch", action="append", choices=LAUNCHES, help="Always beside fp32.")
+    parser.add_argument(
+        "--launch", action="append", choices=LAUNCHES, help="Launches to compare with fp32; may be repeated."
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)

@@ -1,4 +1,4 @@
-"""Makes what is measured: rows of instruction, question and answer with known token counts, and a model for them."""
+"""Makes the rows to measure (instruction, question and answer, with known token counts), and a model for them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Shape:
 
     @property
     def longest(self) -> int:
-        """Tokens that no row of an even spread exceeds."""
+        """Maximum number of tokens of a row, if the spread is even."""
         return self.instruction + self.question[1] + self.answer[1]
 
 
@@ -74,7 +74,7 @@ def make_rows(shape: Shape, seed: int = 0) -> list[dict[str, str]]:
 
 
 def make_tokenizer() -> Any:
-    """A tokenizer with one token per word, else one per byte; its chat template puts nothing between messages."""
+    """A tokenizer with one token per word, or per byte of other text; its chat template only joins messages."""
     from tokenizers import pre_tokenizers
     from transformers import Qwen2Tokenizer
 
@@ -86,7 +86,7 @@ def make_tokenizer() -> Any:
 
 
 def make_qwen2(folder: Path, vocabulary: int = 0, device: str = "cpu", tokenizer: Any = None, **config: Any) -> Any:
-    """Write a Qwen2 with random weights and a tokenizer (`make_tokenizer`'s if none is given); returns the model.
+    """Write a Qwen2 with random weights and a tokenizer (`make_tokenizer`'s if none is given); return the model.
 
     Args:
         vocabulary: least number of rows of the head; it may exceed the tokenizer's tokens, as in large models.
@@ -107,7 +107,7 @@ def make_qwen2(folder: Path, vocabulary: int = 0, device: str = "cpu", tokenizer
 
 
 def make_model(folder: Path, hidden: int = 384, layers: int = 6, vocabulary: int = 0, tokenizer: Any = None) -> int:
-    """Write a Qwen2, by default of about 12 million parameters, with one token per word; returns its parameters."""
+    """Write a Qwen2, by default of about 12 million parameters, with one token per word; return its parameter count."""
     model = make_qwen2(
         folder,
         vocabulary,
@@ -124,7 +124,7 @@ def make_model(folder: Path, hidden: int = 384, layers: int = 6, vocabulary: int
 
 
 def write(file: Path, shape: Shape) -> tuple[int, int]:
-    """Write a step's rows of a shape; returns the (tokens, supervised tokens) of all of them."""
+    """Write a step's rows of a shape; return the (tokens, supervised tokens) of all rows."""
     rows = make_rows(shape)
     file.write_text(json.dumps(rows))
     prompt = sum(len(row["instruction"] + row["question"]) // 5 for row in rows)  # a word has five characters

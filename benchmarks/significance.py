@@ -16,13 +16,13 @@ DRAWS = 1000
 
 
 def rate(right: np.ndarray) -> Measured:
-    """A rate whose examples were answered so."""
+    """A rate of right answers: `right` says which examples are answered right."""
     scores = right.astype(float).tolist()
     return Measured(sum(scores) / len(scores), range(len(scores)), scores)
 
 
 def wilson(count: int, truth: float, draws: int = DRAWS) -> tuple[float, float]:
-    """The share of intervals that cover the truth: of this many draws, and of all draws by their probabilities."""
+    """The share of intervals that cover the truth: over this many draws, and over all draws by their probabilities."""
     random = np.random.default_rng([count, round(100 * truth)])
     covers = {}
     for right in range(count + 1):
@@ -37,7 +37,7 @@ def wilson(count: int, truth: float, draws: int = DRAWS) -> tuple[float, float]:
 
 
 def answers(random: np.random.Generator, count: int, worse: float, better: float) -> tuple[Measured, Measured]:
-    """Two models of which half of the examples are right; these shares of all change from right to wrong and back."""
+    """Two models with half of the answers right; these shares of all become wrong (`worse`) or right."""
     before, chance = random.random(count) < 0.5, random.random(count)
     after = np.where(before, chance >= 2 * worse, chance < 2 * better)
     return rate(before), rate(after)
@@ -49,7 +49,7 @@ def micro_f1(scores) -> dict[str, float]:
 
 
 def entities(random: np.random.Generator, count: int, recalls: tuple[float, ...]) -> list[Measured]:
-    """The micro-F1 of models that find this share of one to six entities an example, harder examples less of it."""
+    """The micro-F1 of models that find these shares of one to six entities an example, and less in harder examples."""
     gold, ease = random.integers(1, 7, count), random.beta(4, 4, count) * 2
     found = []
     for recall in recalls:
@@ -62,7 +62,7 @@ def entities(random: np.random.Generator, count: int, recalls: tuple[float, ...]
 
 
 def true_f1(recall: float) -> float:
-    """micro-F1 over so many examples that its noise is 0.0002."""
+    """The micro-F1 over enough examples for a noise of only 0.0002."""
     random, count = np.random.default_rng(1), 4_000_000
     gold, ease = random.integers(1, 7, count), random.beta(4, 4, count) * 2
     right, wrong = random.binomial(gold, np.clip(recall * ease, 0, 1)).sum(), random.poisson(0.3, count).sum()
@@ -77,7 +77,7 @@ def of_f1(count: int, recall: float, draws: int = DRAWS) -> float:
 
 
 def of_skewed_mean(count: int, draws: int = DRAWS) -> float:
-    """The share of intervals that cover the mean of scores of which 70% are 1 and the others uniform."""
+    """The share of intervals that cover the mean of scores: 70% of the scores are 1, the others are uniform."""
     random, covered = np.random.default_rng(count), 0
     for _ in range(draws):
         scores = np.where(random.random(count) < 0.7, 1.0, random.random(count)).tolist()
@@ -87,7 +87,7 @@ def of_skewed_mean(count: int, draws: int = DRAWS) -> float:
 
 
 def called(pairs, truth: float) -> tuple[float, float]:
-    """Of pairs of measured models, the share called different, and of intervals that cover the true difference."""
+    """The share of pairs of models that are called different, and of intervals that cover the true difference."""
     changes = [paired(*pair) for pair in pairs]
     covered = [change["low"] <= truth <= change["high"] for change in changes]
     return sum(change["p"] < LEVEL for change in changes) / len(changes), sum(covered) / len(covered)

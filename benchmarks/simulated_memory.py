@@ -1,8 +1,8 @@
 """The bytes that a real model's forward, backward and first optimizer step take, followed on fake tensors.
 
-Fake tensors have shapes and use no memory, so a model of any size is followed without a GPU. It is what the closed form
-of `accel-sft plan` is compared with, by benchmarks/plan_accuracy.py and by tests. Followed are activations, logits,
-what else a backward needs, weights, gradients and AdamW's state of one rank, if nothing shards them.
+Fake tensors have shapes and use no memory, so a model of any size can be followed without a GPU. The closed form of
+`accel-sft plan` is compared with this simulation, by benchmarks/plan_accuracy.py and by tests. It follows activations,
+logits, what else a backward needs, weights, gradients and AdamW's state of one rank, if nothing shards them.
 
 The fake tensors are on the CPU, because a torch built without CUDA crashes if autograd meets a fake CUDA tensor. CPU
 operators keep the same tensors for the backward as GPU operators (fused attention, grouped products of experts), with
@@ -30,7 +30,7 @@ from accel_sft.models.prefix_attention import rows_attention
 from accel_sft.models.pretrained import class_of, freeze_beyond_text
 
 _ATTENTION = "accel_sft_simulated"
-"""Name under which our attention is registered; transformers makes no mask for a name that it does not know."""
+"""Name of our attention in transformers, which makes no mask for an attention that it does not know."""
 _RESIDENT = {
     "weights": (_MemRefType.PARAM, _MemRefType.BUFFER),
     "gradients": (_MemRefType.GRAD,),
@@ -60,7 +60,7 @@ class Simulated:
 
     @property
     def logits(self) -> float:
-        """What head and loss take at the overall peak; 0 if that is in the blocks."""
+        """What head and loss take at the overall peak; 0 if the peak is in the blocks."""
         return max(self.in_head - self.kept, 0.0) if self.in_head >= self.in_blocks else 0.0
 
     @property
@@ -183,8 +183,8 @@ def _dtype(job: Job, itemsize: int) -> torch.dtype:
 class PeakTracker(MemTracker):
     """The peaks of transient memory in two parts of forward and backward, `blocks` and `head`.
 
-    A weight's gradient is transient until it reaches the place where gradients are kept, which the gradients of earlier
-    forwards have filled from the start. MemTracker's peaks by module, most of its work, are left out.
+    A weight's gradient is transient until it is added to the kept gradients, which earlier forwards have filled from
+    the start. MemTracker's peaks by module, which are most of its work, are left out.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -211,8 +211,8 @@ class PeakTracker(MemTracker):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A weight that is used more than once has its gradients added up: the first two into a new tensor, since a
-        # linear layer's gradient is a view, and further ones in place. Autograd makes a new tensor of fake ones each
-        # time, so only the first addition counts here.
+        # linear layer's gradient is a view, and further ones in place. With fake tensors autograd makes a new tensor
+        # each time, so only the first addition counts here.
         if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled() and args[0].shape in self.shapes:
             if args[0].shape in self.added:
                 return args[0]

@@ -2,12 +2,12 @@
 
     python benchmarks/speed.py --peers PYTHON [--llamafactory PYTHON] [--shape NAME ...] [--rounds 5] [--smoke]
 
-Trainers come and go, so that only two are in memory: accel_sft, another one, and this machine's best matrix product run
-in turns, a few optimizer steps each, in every round. Medians over the rounds are printed as a table, and medians of the
-ratios within a round. Other trainers are tried once with several numbers of rows a forward; the best one counts.
+Only two trainers are in memory at a time: accel_sft, one other trainer, and this machine's best matrix product run in
+turns, a few optimizer steps each, in every round. The table has medians over the rounds, and medians of the ratios
+within a round. Other trainers are tried once with several numbers of rows a forward; the best number counts.
 
 The tokens of a row are counted alike for all, the instruction included. All report the first step's loss, which must be
-the same: the same work is done. Useful FLOPs are those that no trainer can save: a step's distinct tokens once (what
+the same, as all do the same work. Useful FLOPs are those that no trainer can save: a step's distinct tokens once (what
 rows share at their beginning is one token), the head where a token is learnt, and causal attention. Their number per
 second, as a share of the best product over the step's own shapes, says how much of the machine is used. The
 multiplications that a trainer really does are counted in a step of its warm-up.
@@ -41,26 +41,26 @@ HERE = Path(__file__).parent
 BUSY = 0.1
 """Spread of the peak between rounds, as a share of its median, above which the machine is said to be busy."""
 FORWARD = 4096
-"""Most tokens in a product whose speed is measured: the largest forward of accel_sft on a CPU."""
+"""Maximum number of tokens in a product to be timed: the largest forward of accel_sft on a CPU."""
 ROWS = (4, 8, 16, 32)
-"""Rows a forward that other trainers are tried with."""
+"""Numbers of rows a forward with which other trainers are tried."""
 HEADINGS = """| trainer | real tokens/s | supervised/s | useful GFLOP/s | of the peak | accel_sft is | it multiplies \
 | spread | first loss |
 |---|---|---|---|---|---|---|---|---|"""
-"""The table's; a multiple of what accel_sft does is "accel_sft is" for speeds, "it multiplies" for FLOPs."""
+"""The table's. "accel_sft is": times as fast as the trainer; "it multiplies": times as many FLOPs as accel_sft."""
 WORD = 5
 """Characters of a word, which is a token."""
 
 
 class Ended(Exception):
-    """A contestant ended by itself; the message is what it said before."""
+    """A contestant ended by itself; the message is its last output."""
 
 
 class Contestant:
     """A trainer in its own process, which waits for its turn.
 
     Args:
-        variables: environment variables besides those that are the same for all.
+        variables: environment variables in addition to those that are the same for all.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Contestant:
         return json.loads(line)
 
     def run(self, steps: int, tokens: int) -> dict:
-        """Have it make so many steps, of `tokens` real tokens unless it has told another number; returns its answer."""
+        """Let it make so many steps, of `tokens` real tokens unless it reported another number; return its answer."""
         self.process.stdin.write(f"{steps}\n")
         self.process.stdin.flush()
         answer = self._answer()
@@ -105,7 +105,7 @@ class Contestant:
 
 
 def field(args: argparse.Namespace, shape: shapes.Shape) -> list[tuple]:
-    """(name, python, script, settings) for every other trainer; `rows_per_forward` is missing where it is tried."""
+    """(name, python, script, settings) for every other trainer; `rows_per_forward` is missing if it is to be tried."""
     found: list[tuple] = []
     packs, longest = {"rows_per_forward": 1, "batch": 1}, max(512, shape.longest)
     grouped = {"train_sampling_strategy": "group_by_length"}
@@ -183,7 +183,7 @@ class Race:
         print(HEADINGS, flush=True)
 
     def rounds(self, other: Contestant | None) -> None:
-        """Let accel_sft, the other one, and the peak run in turns."""
+        """Let accel_sft, the other trainer, and the peak run in turns."""
         runners = [self.ours, *([other] if other else [])]
         for _ in range(self.args.rounds):
             for each in runners:
@@ -223,7 +223,7 @@ class Race:
         )
 
     def end(self) -> None:
-        """Print accel_sft's own line, the peak and whether the machine was busy; stop what still runs."""
+        """Print accel_sft's own line, the peak and whether the machine was busy; stop the processes that still run."""
         if not self.ours.speeds:
             self.rounds(None)
         self._line(self.ours, self.ours.speeds)
@@ -266,13 +266,13 @@ def at_its_best(
         if slower:
             slower.stop()
     if best is None:
-        raise Ended("with no number of rows a forward did it run")
+        raise Ended("it ran with no number of rows a forward")
     best.speeds.clear()
     return best
 
 
 def left_out(name: str, error: Exception) -> None:
-    """Tell, beside the table, that a trainer ended by itself."""
+    """Report on standard error that a trainer ended by itself."""
     print(f"{name} is left out: {(str(error).splitlines() or ['it ended'])[-1]}", file=sys.stderr, flush=True)
 
 
@@ -286,11 +286,14 @@ def main() -> None:
     parser.add_argument(
         "--peers", metavar="PYTHON", help="Python of an environment with benchmarks/peers.txt; none: accel_sft alone."
     )
-    parser.add_argument("--llamafactory", metavar="PYTHON", help="Likewise, with benchmarks/peers-llamafactory.txt.")
+    parser.add_argument("--llamafactory", metavar="PYTHON", help="Python with benchmarks/peers-llamafactory.txt.")
     parser.add_argument("--shape", action="append", choices=shapes.SHAPES)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--rows-per-forward", type=int, action="append", help=f"To try the others with; may be repeated ({ROWS})."
+        "--rows-per-forward",
+        type=int,
+        action="append",
+        help=f"Rows a forward to try the others with; may be repeated ({ROWS}).",
     )
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)

@@ -2,10 +2,10 @@
 
     python benchmarks/startup.py [--launch NAME ...] [--rounds 3] [--imports] [--smoke] [-- OPTION ...]
 
-Launches take turns: without a launcher, ZeRO-2 on one process, ZeRO-2 on two; each once with an empty cache and once
-more with what that start kept. What stands behind `--` goes to the trainer. Medians over the rounds, of rank 0; a round
-before them reads all files once, and compiles DeepSpeed's operators. With `--imports`, one more start of each with
-`-X importtime` says which packages the imports are of, and within which phase (they take a little longer so).
+Launches take turns: without a launcher, ZeRO-2 on one process, ZeRO-2 on two. Each starts once with an empty cache and
+once with what the first start kept. Options after `--` go to the trainer. The table has medians of rank 0 over the
+rounds; a round before them reads all files once, and compiles DeepSpeed's operators. With `--imports`, each launch
+starts once more with `-X importtime`, which lists the imported packages by phase (and makes imports a little slower).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def start(
         command = [*launch, FIRST_STEP, "math", "--output-dir", f"{folder}/run", *options]
         if importtime:
             environment["PYTHONPROFILEIMPORTTIME"] = "1"
-            command.append("--debug")  # else standard error goes to the run's folder
+            command.append("--debug")  # without it, standard error goes to the run's folder
         with log.open("wb") as file:
             started, used = time.time(), used_by_children()
             status = subprocess.run(command, stdout=file, stderr=file, env=environment, check=False).returncode
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--launch", action="append", choices=LAUNCHES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--imports", action="store_true")
-    parser.add_argument("options", nargs="*", help="The trainer's own, behind `--`.")
+    parser.add_argument("options", nargs="*", help="The trainer's options, after `--`.")
     args = smoke.parse(parser, launch=["no launcher"], rounds=1)
     options = [*SMALL, *args.options] if args.smoke else args.options
     launches = args.launch or list(LAUNCHES)

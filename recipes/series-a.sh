@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Series A: LoRA on an instruction model under ZeRO 0 to 3, with and without offload; then the base and the tuned model
-# side by side, one question at a time. Here with the built-in model, or with real weights on two GPUs of 32 GB:
+# Series A: LoRA on an instruction model under ZeRO 0 to 3, with and without offload; then answers of the base and the
+# tuned model, one question at a time. With the built-in model, or with real weights on two GPUs of 32 GB:
 #
 #   bash recipes/series-a.sh
 #   MODEL=Qwen/Qwen2.5-14B-Instruct bash recipes/series-a.sh
 #
-# Also read: LAUNCH (launch files, commas between), STEPS (instead of an epoch), ROUNDS, DISCARD (steps not counted),
-# OUT (the folder; the same one goes on where it was interrupted). More options of `accel-sft compare` may follow.
+# More variables: LAUNCH (launch files, comma-separated), STEPS (instead of an epoch), ROUNDS, DISCARD (steps not
+# counted), OUT (the folder; an interrupted comparison resumes in it). More options of `accel-sft compare` may follow.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 PATH="$PWD/.venv/bin:$PATH"
@@ -16,8 +16,8 @@ LAUNCH=${LAUNCH:-z0,z1,z2,z2_offload,z3,z3_offload}
 length=(--epochs 1)
 [[ -z ${STEPS:-} ]] || length=(--max-steps "$STEPS")
 
-# 16 examples on each of two processes; 1,798 numbers are trained on, and the 200 above them held out; the answers begin
-# with the prefix of the published rows
+# 16 examples on each of two processes; 1,798 numbers are trained on, the 200 largest are held out; answers begin with
+# the prefix of the published rows
 python -m accel_sft compare math --model "$MODEL" --launch "$LAUNCH" --mixed-precision bf16 \
     --repeat "${ROUNDS:-2}" --discard-steps "${DISCARD:-3}" --keep-weights --output-dir "$OUT" \
     --max-number 1998 --train-examples 1798 --validation-examples 200 --held-out largest --addends uniform \

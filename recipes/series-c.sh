@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Series C: LoRA and AdaLoRA on one process, without ZeRO and at stages 2 and 3: which fits, at what memory, at what
-# speed, and the memory of each start-up phase (in comparison.html). Here with the built-in text model, or with real
-# weights on one GPU of 24 GB:
+# Series C: LoRA and AdaLoRA on one process, without ZeRO and at stages 2 and 3: which of them fit, their memory and
+# speed, and the memory of each start-up phase (in comparison.html). With the built-in text model, or with real weights
+# on one GPU of 24 GB:
 #
 #   bash recipes/series-c.sh
 #   MODEL=Qwen/Qwen2.5-1.5B-Instruct bash recipes/series-c.sh
 #
-# With IMAGES=1 the rows have images, and stage 3 has its weights on the host: a vision-language model, made on the spot
-# or named. Pictures are squares of EDGE pixels. It needs pip install 'accel-sft[images]'.
+# With IMAGES=1 the rows have images, and stage 3 has its weights on the host. The vision-language model is a random one,
+# or MODEL. Images are squares of EDGE pixels. This needs pip install 'accel-sft[images]'.
 #
 #   IMAGES=1 bash recipes/series-c.sh
 #   IMAGES=1 EDGE=448 MODEL=Qwen/Qwen2-VL-2B-Instruct bash recipes/series-c.sh
 #
 # AdaLoRA reads whole weights and gradients in each step; at stages 2 and 3 they are gathered for it.
-# Also read: LAUNCH (launch files, commas between), STEPS, ROUNDS, DISCARD (steps not counted), OUT (the folder; the same
-# one goes on where it was interrupted). More options of `accel-sft compare` may follow.
+# More variables: LAUNCH (launch files, comma-separated), STEPS, ROUNDS, DISCARD (steps not counted), OUT (the folder; an
+# interrupted comparison resumes in it). More options of `accel-sft compare` may follow.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 PATH="$PWD/.venv/bin:$PATH"

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Series D: why is the GPU idle? Rows a forward, precision, and two tasks' data, with a torch profiler trace of each.
-# The findings say which share of a step goes into reading rows and making batches: it is all that loader workers,
-# prefetching and pinned memory could save. Each run's report.md says what its process did in the rest of the time; what
-# a GPU did, its copies and gaps, is in the traces (profile/, for ui.perfetto.dev). Here with the built-in model, or with real weights on one GPU:
+# Series D: why is the GPU idle? Compares rows a forward, precisions and two tasks, with a torch profiler trace of each.
+# The findings say which share of a step goes into reading rows and making batches: loader workers, prefetching and
+# pinned memory could save no more than this share. Each run's report.md says what its process did in the rest of the
+# time. What a GPU did, with its copies and gaps, is in the traces (profile/, for ui.perfetto.dev).
+# With the built-in model, or with real weights on one GPU:
 #
 #   bash recipes/series-d.sh
 #   MODEL=Qwen/Qwen2.5-0.5B-Instruct bash recipes/series-d.sh
 #
-# Use of the GPU over time is in TensorBoard (tensorboard --logdir FOLDER), its dips at evaluations and checkpoints too.
-# Also read: LAUNCH (launch files, commas between), STEPS (more than 5, of which 3 are traced), ROUNDS, TASKS, OUT (the
-# folder; the same one goes on where it was interrupted). More options of `accel-sft compare` may follow.
+# TensorBoard shows the use of the GPU over time (tensorboard --logdir FOLDER), with dips at evaluations and checkpoints.
+# More variables: LAUNCH (launch files, comma-separated), STEPS (more than 5; 3 are traced), ROUNDS, TASKS, OUT (the
+# folder; an interrupted comparison resumes in it). More options of `accel-sft compare` may follow.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 PATH="$PWD/.venv/bin:$PATH"

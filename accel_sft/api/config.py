@@ -20,17 +20,17 @@ _DTYPES = "auto", "float32", "bfloat16", "float16"
 
 @dataclasses.dataclass(kw_only=True)
 class TrainConfig:
-    """Every option of a training run. None means not given; `resolved` replaces it where there is a usual value."""
+    """Every option of a training run. None means that an option was not given; `resolved` fills in the usual values."""
 
     model: str = _model("tiny", basic=True, help="Hub id, folder, or `tiny` (built on the spot).")
     revision: str | None = _model(None, help="Branch, tag or commit of --model on the hub; default: its newest.")
     init_from: str | None = _model(None, basic=True, help="Start from the weights of an earlier run's folder.")
     trust_remote_code: bool = _model(False, help="Run code that comes with the model (off: refuse it).")
     dtype: str = _model(
-        "auto", choices=_DTYPES, help="Of loaded weights; auto: float32 if trained, the launch's precision if frozen."
+        "auto", choices=_DTYPES, help="Type of loaded weights; auto: float32 if trained, else the launch's precision."
     )
     attn_implementation: str | None = _model(None, help="eager, sdpa, flash_attention_2, or a hub kernel (ORG/REPO).")
-    use_liger_kernel: bool = _model(False, help="Liger's Triton kernels in the layers; checked before the first step.")
+    use_liger_kernel: bool = _model(False, help="Use Liger's Triton kernels; checked before the first step.")
     train_only: str | None = _model(None, help="Train the weights whose names match this expression, freeze the rest.")
     gradient_checkpointing: bool = _model(False, basic=True, help="Recompute activations to save memory.")
     compile: bool = _model(False, help="torch.compile the blocks: slow first steps, faster later ones.")
@@ -39,42 +39,43 @@ class TrainConfig:
     lora_r: int = _adapter(8, basic=True, min=1, help="Rank (adalora: the rank it ends with).")
     lora_alpha: int = _adapter(16, basic=True, min=1, help="Scale: alpha / r.")
     lora_dropout: float = _adapter(0.0, min=0, max=0.99, help="Dropout before the adapter.")
-    lora_target_modules: str = _adapter("all-linear", help="Modules, by commas, or all-linear (all but the head).")
+    lora_target_modules: str = _adapter("all-linear", help="Modules (q_proj,v_proj), or all-linear: all but the head.")
     lora_target_parameters: str | None = _adapter(None, help="Parameters to adapt, such as experts in one tensor.")
     lora_modules_to_save: str | None = _adapter(None, help="Modules to train in full as well, such as lm_head.")
     use_rslora: bool = _adapter(False, help="Scale by alpha / sqrt(r), for high ranks (rsLoRA).")
     use_dora: bool = _adapter(False, help="Train length and direction of weights separately (DoRA).")
-    load_in_4bit: bool = _adapter(False, basic=True, help="The base's linear layers in 4 bits (QLoRA).")
+    load_in_4bit: bool = _adapter(False, basic=True, help="Load the base's linear layers in 4-bit (QLoRA).")
 
     chat_template: str | None = _data(None, help="chatml, a Jinja file, or the model whose template to take.")
     train_limit: str | None = _data(
-        None, help="Train on N examples only, or a share, such as 10%: a sample of a file's rows, or a task's first."
+        None,
+        help="Train on N examples, or a share (10%): a random sample of a file's rows, or a task's first examples.",
     )
-    mix: str | None = _data(None, help="Shares of the rows of each --train-file, in their order, such as 3,1.")
-    max_length: int | None = _data(None, basic=True, min=2, help="Tokens per example; longer ones are reported.")
+    mix: str | None = _data(None, help="Share of each --train-file in the training rows, in their order, such as 3,1.")
+    max_length: int | None = _data(None, basic=True, min=2, help="Most tokens per example; longer ones are reported.")
     truncation: str = _data(
         "drop", choices=("drop", "right", "error"), help="Examples above --max-length: left out, cut, or an error."
     )
     thinking: str | None = _data(
         None,
         choices=("off", "template", "keep"),
-        help="off: prompts ask for none; template: as the chat template has it; keep: <think>...</think> in targets "
-        "is learnt and generated, but not scored. `evaluate` of a run: the run's own.",
+        help="off: prompts ask for no thinking; template: the chat template decides; keep: <think>...</think> in "
+        "targets is learnt and generated, but not scored. `evaluate` of a run takes the run's value.",
     )
-    template_date: str | None = _data(None, help="YYYY-MM-DD told to templates; default: the day of the run's start.")
+    template_date: str | None = _data(None, help="YYYY-MM-DD for chat templates; default: the day of the run's start.")
     control_tokens: str | None = _data(
         None,
         choices=("text", "tokens"),
-        help="Control tokens that stand in a text, such as <|im_end|>, are read as characters (text, the default), or "
-        "as the tokens that they name. `evaluate` of a run: the run's own.",
+        help="How to read the name of a control token in a text, such as <|im_end|>: as characters (text, the default) "
+        "or as that token (tokens). `evaluate` of a run takes the run's value.",
     )
     global_batch_size: int | None = _data(None, basic=True, min=1, help="Examples per optimizer step, over all ranks.")
     micro_batch_size: str = _data("auto", basic=True, help="Examples per forward on one rank, or auto.")
     batching: str = _data(
         "auto",
         choices=("auto", "shared", "packed", "padded"),
-        help="How the rows of a forward are laid out. shared: a common prefix is computed once; packed: in one "
-        "sequence; padded; auto: the cheapest.",
+        help="How the rows of a forward are laid out. shared: a common prefix is computed once; packed: all in one "
+        "sequence; padded: to the longest row; auto: the cheapest of these.",
     )
     epochs: float | None = _data(None, basic=True, min=0, help="Passes over the training examples.")
     max_steps: int | None = _data(None, basic=True, min=1, help="Optimizer steps; overrides --epochs.")
@@ -89,7 +90,7 @@ class TrainConfig:
     )
     warmup_ratio: float = _optim(0.03, min=0, max=1, help="Share of the steps for warm-up.")
     warmup_steps: int | None = _optim(None, min=0, help="Steps of warm-up; overrides --warmup-ratio.")
-    decay_ratio: float = _optim(0.2, min=0, max=1, help="wsd: share of the steps, at the end, in which the rate falls.")
+    decay_ratio: float = _optim(0.2, min=0, max=1, help="wsd: share of the steps over which the rate falls at the end.")
     min_lr_ratio: float = _optim(0.0, min=0, max=1, help="Rate at the end, as a share of the peak.")
     weight_decay: float | None = _optim(None, min=0, help="AdamW's, on matrices only.")
     adam_beta1: float = _optim(0.9, min=0, max=0.9999, help="AdamW's first moment decay.")
@@ -99,31 +100,33 @@ class TrainConfig:
         None, min=1e-6, max=1 - 1e-6, help="Decay of an EMA of the weights, such as 0.999, for best/ and final/."
     )
     on_nonfinite: str = _optim(
-        "stop", choices=("stop", "skip"), help="Where loss or gradient is NaN or infinite: stop, or skip the step."
+        "stop", choices=("stop", "skip"), help="If loss or gradient is NaN or infinite: stop, or skip the step."
     )
 
     eval_every: str = _eval("auto", basic=True, help="Steps between evaluations, epoch, off, or auto (about 4 a run).")
     eval_limit: int | None = _eval(None, min=1, help="Evaluate on a sample of N validation examples, always the same.")
     eval_batch_size: int | None = _eval(
-        None, min=1, help="Questions answered at once on one rank; default: 64, short ones up to 256."
+        None, min=1, help="Questions answered at once on one rank; default: 64, or up to 256 short ones."
     )
     max_new_tokens: int | None = _eval(
-        None, min=1, help="Maximum tokens per generated answer; default: the longest answer's, with a server 512."
+        None, min=1, help="Maximum tokens of an answer; default: those of the longest target, or 512 with a server."
     )
     patience: int | None = _eval(None, min=1, help="Stop after N evaluations without a better main metric.")
 
     output_dir: str | None = _run(None, basic=True, help="The run's own folder; default runs/<task>-<time>.")
-    seed: int = _run(42, basic=True, min=0, max=2**31, help="Of initial weights, data order and dropout.")
-    deterministic: bool = _run(False, help="Repeat every bit on GPUs too, by slower kernels; a CPU does so anyway.")
+    seed: int = _run(42, basic=True, min=0, max=2**31, help="Seed: initial weights, data order, dropout.")
+    deterministic: bool = _run(False, help="Make runs repeat to the bit on GPUs too, by slower kernels.")
     save_every: str = _run("auto", help="Steps between checkpoints, epoch, off, or auto (about 4 a run).")
-    keep_checkpoints: str = _run("2", help="Newest checkpoints kept; every:N: those of each N-th step, and the newest.")
+    keep_checkpoints: str = _run(
+        "2", help="How many of the newest checkpoints to keep; every:N: keep the newest, and every N-th step's."
+    )
     export_dtype: str = _run(
-        "auto", choices=_DTYPES, help="Of exported full weights; auto: the base's. Adapters stay as they were trained."
+        "auto", choices=_DTYPES, help="Type of exported full weights; auto: the base's. Adapters keep their own type."
     )
     resume: str = _run("off", basic=True, help="auto (newest complete checkpoint), a checkpoint's folder, or off.")
     hang_timeout: int = _run(1800, min=0, help="Seconds without progress after which the run ends; 0: never.")
     log_every: int = _run(10, min=1, help="Steps between console lines (files get every step).")
-    tracker: str = _run("tensorboard", basic=True, help="Separated by commas: tensorboard, wandb, mlflow...; or none.")
+    tracker: str = _run("tensorboard", basic=True, help="Trackers: tensorboard,wandb,mlflow and others; or none.")
     tracker_project: str = _run("accel_sft", help="Project of the run in W&B, SwanLab, MLflow and the like.")
     run_name: str | None = _run(None, help="Name of the run in trackers; default: the folder's name.")
     profile: bool = _run(False, help="Write a torch profiler trace of steps 3-5 for TensorBoard.")
@@ -140,7 +143,7 @@ class TrainConfig:
                 lines.append(f"{flag_of(name)} {shown(str(value))}: expected {expected}")
         every, save = re.fullmatch(f"every:({_COUNT})", str(self.keep_checkpoints)), str(self.save_every)
         if every and (save == "off" or (re.fullmatch(_COUNT, save) and int(every[1]) % int(save))):
-            lines.append(f"--keep-checkpoints {every[0]}: --save-every {save} makes none at these steps; leave it out")
+            lines.append(f"--keep-checkpoints {every[0]}: --save-every {save} saves none at these steps; leave one out")
         if self.template_date is not None and not _is_day(self.template_date):
             lines.append(f"--template-date {shown(str(self.template_date))}: expected a day as YYYY-MM-DD")
         if self.mix is not None:
@@ -159,7 +162,7 @@ class TrainConfig:
         if self.export_dtype != "auto" and adapter:
             lines.append("--export-dtype: an adapter is exported as it was trained; leave it out (merge has --dtype)")
         if self.ema_decay is not None and self.adapter == "adalora":
-            lines.append("--ema-decay: --adapter adalora sets ranks to zero in steps, which averages undo; choose lora")
+            lines.append("--ema-decay: averaging undoes --adapter adalora, which sets ranks to zero; choose lora")
         if self.use_liger_kernel and self.compile:
             lines.append("--use-liger-kernel and --compile would fuse the same layers: leave one of them out")
         if self.min_lr_ratio and self.lr_scheduler == "constant":
@@ -179,7 +182,7 @@ class TrainConfig:
         return lines + adapter_conflicts(self)
 
     def resolved(self, defaults: dict[str, Any]) -> Self:
-        """Return a copy in which None is replaced by the model's default (`defaults`) or by the usual one, if any."""
+        """Return a copy with the model's value (`defaults`) or the usual value for each None, if there is one."""
         values = {**_USUAL, **defaults}
         if self.adapter != "none":
             values = {**values, "learning_rate": max(values["learning_rate"], _ADAPTER_LEARNING_RATE)}
@@ -209,7 +212,7 @@ def read_shares(text: str) -> tuple[int, ...]:
     unit = Fraction(math.gcd(*(n.numerator for n in numbers)), math.lcm(*(n.denominator for n in numbers)))
     shares = tuple(int(number / unit) for number in numbers)
     if sum(shares) > _LONGEST_ROUND:
-        raise ValueError(f"in whole numbers they add up to {sum(shares):,}, and {_LONGEST_ROUND:,} is the most; round")
+        raise ValueError(f"in whole numbers the shares add up to {sum(shares):,}; round, to at most {_LONGEST_ROUND:,}")
     return shares
 
 
@@ -221,7 +224,7 @@ def _is_day(text: str) -> bool:
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return a line for each setting outside `LAYOUT` that differs between the record and a resumed run (`after`)."""
+    """Return a line for each setting outside `LAYOUT` in which a resumed run (`after`) differs from the record."""
     lines = []
     for name in sorted((before.keys() | after.keys()) - LAYOUT):
         if name in _OF_DATA and name not in before:
@@ -235,7 +238,7 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 _LONGEST_ROUND = 100_000
-"""Largest sum of shares in lowest terms: after that number of rows every source has had exactly its share."""
+"""Largest sum of shares in lowest terms. Sources have exactly their shares after as many rows as that sum."""
 _COUNT = "[1-9][0-9]{,17}"  # more digits may be too large
 _STEPS = f"auto|epoch|off|{_COUNT}", "a number of steps, auto, epoch or off"
 _FORMS = {
@@ -248,7 +251,7 @@ _FORMS = {
         "a number of examples, or a share of them above 0% and up to 100%",
     ),
 }
-"""Settings that are a number or a word: their regular expressions, and what messages say is expected."""
+"""Settings that are a number or a word: the regular expression of each, and its description in messages."""
 _USUAL: dict[str, Any] = {
     "max_length": 2048,
     "thinking": "template",
@@ -264,7 +267,7 @@ _ADAPTER_LEARNING_RATE = 10 * _USUAL["learning_rate"]
 """Lowest default learning rate of an adapter: LoRA learns best at about ten times the rate of full fine-tuning,
 whatever its rank ("LoRA Without Regret", 2025)."""
 REMOVED = {"generate_with": "transformers", "lora_init": "default"}
-"""Options of earlier versions, and the recorded values with which a run is the same as without the option."""
+"""Options of earlier versions, each with the recorded value that had no effect on a run."""
 LAYOUT = frozenset(
     {"micro_batch_size", "eval_batch_size", "output_dir", "save_every", "keep_checkpoints", "resume", "log_every"}
     | {"tracker", "profile", "dry_run", "debug", "attn_implementation", "gradient_checkpointing", "eval_every"}
@@ -273,5 +276,5 @@ LAYOUT = frozenset(
 )
 """Settings that decide how a run is executed or observed, not what a step computes: a resume may change them."""
 _OF_DATA = frozenset({"template_date", "control_tokens"})
-"""Settings that affect tokenization. A setting that the record lacks is not compared: other tokens have another
-hash."""
+"""Settings that affect tokenization. If the record lacks one, it is not compared: the data's hash differs if the tokens
+do."""

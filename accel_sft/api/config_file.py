@@ -30,31 +30,31 @@ tracker-project: wandb-project; train-limit: max-train-samples;
 train-only: freeze-trainable-layers freeze-trainable-modules unfrozen-parameters;
 use-liger-kernel: enable-liger-kernel liger-kernel use-liger
 """
-"""Options here, each with names that it has elsewhere."""
+"""This trainer's options, each with its names in other trainers."""
 _HINTS = """
-assistant-only-loss completion-only-loss train-on-inputs train-on-prompt = of chats, answers alone are learnt
-batch-size gradient-accumulation-steps per-device-train-batch-size = --global-batch-size is all devices' rows of a step
-bf16 pure-bf16 = precision is the launch's: accelerate launch --mixed_precision bf16
+assistant-only-loss completion-only-loss train-on-inputs train-on-prompt = in chats, only the answers are learnt
+batch-size gradient-accumulation-steps per-device-train-batch-size = --global-batch-size: rows of a step on all devices
+bf16 pure-bf16 = the launcher sets the precision: accelerate launch --mixed_precision bf16
 config-file gpu-ids machine-rank main-process-ip mixed-precision = a launcher's flag: write it before -m
 main-process-port multi-gpu num-machines num-processes zero-stage = a launcher's flag: write it before -m
 data-path dataset dataset-dir dataset-name datasets = the task chat takes --train-file, also for data sets of the hub
 dataloader-num-workers dataset-num-proc overwrite-cache plot-loss remove-unused-columns = leave it out: it is not needed
 dataset-test-split eval-dataset test-datasets val-dataset = the task chat takes --validation-file
 dataset-text-field = the task chat takes --columns
-deepspeed = ZeRO is the launch file's: accelerate launch --config_file accelerate_configs/z2.yaml
+deepspeed = the launch file sets ZeRO: accelerate launch --config_file accelerate_configs/z2.yaml
 do-eval do-predict do-train = leave it out: a task's name alone trains, and evaluates before and after
-enable-thinking = --thinking off asks for none, and --thinking keep learns it
-fp16 = precision is the launch's: accelerate launch --mixed_precision fp16
-fsdp fsdp-config = FSDP is the launch file's: accelerate launch --config_file accelerate_configs/fsdp2.yaml
+enable-thinking = --thinking off asks for no thinking, and --thinking keep trains on it
+fp16 = the launcher sets the precision: accelerate launch --mixed_precision fp16
+fsdp fsdp-config = the launch file sets FSDP: accelerate launch --config_file accelerate_configs/fsdp2.yaml
 generate-with = serve the run by `accel-sft serve RUN`, then `accel-sft evaluate TASK --url URL`
 dataset-processes gradient-checkpointing-kwargs preprocessing-num-workers = leave it out: it is not needed
-group-by-length neat-packing packing padding-free sample-packing = --batching chooses the layout, by itself
+group-by-length neat-packing packing padding-free sample-packing = --batching auto chooses the layout
 hub-model-id push-to-hub = `accel-sft push RUN ORG/NAME` uploads a run
 init-lora-weights lora-init = PiSSA and OLoRA change the base, on which resume and export rely; LoRA starts at zero
 load-best-model-at-end = every run keeps its best weights in best/, by the task's metric
-load-in-8bit = 8 bits are not trained on; --load-in-4bit is QLoRA
+load-in-8bit = training on 8-bit weights is not offered; --load-in-4bit is QLoRA
 lora-target-linear = leave it out: --lora-target-modules is all-linear by default
-max-samples = it is --train-limit here, and --eval-limit for evaluation
+max-samples = it is --train-limit here for training, and --eval-limit for evaluation
 metric-for-best-model = the task chat takes --metric
 neftune-alpha neftune-noise-alpha = leave it out: noise on embeddings (NEFTune) is not offered
 overwrite-output-dir = name a new --output-dir, or continue the run in it by --resume auto
@@ -66,7 +66,7 @@ use-lora use-peft = --adapter lora trains an adapter
 _COMMANDS = """
 cpo dpo grpo kto orpo ppo reward rlhf rloo rm simpo = preferences are not trained here; `accel-sft chat` learns answers
 deploy vllm-serve = `accel-sft serve RUN` serves a model
-export merge-lora = `accel-sft merge RUN OUT` writes an adapter's weights into its base's
+export merge-lora = `accel-sft merge RUN OUT` merges an adapter into its base
 fine-tune finetune llm-sft sft train = train on chat files by `accel-sft chat --model MODEL --train-file FILE`
 infer inference = `accel-sft generate RUN` asks a model
 pre-train pretrain pt = train on raw text by `accel-sft chat --model MODEL --train-file TEXTS`
@@ -92,8 +92,8 @@ _OFF = ("eval_every", "save_every", "resume")
 
 
 def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[dict[str, Any], list[str]]:
-    """Read a `--config` file, whose keys are the fields of `classes` with - or _, and whose values are read as on the
-    command line. Return all values by name, wrong ones too, and the problems. `given`: options of the command line."""
+    """Read a `--config` file. Its keys are the fields of `classes`, with - or _; its values are read as on the command
+    line. Return all values by name, wrong ones too, and the problems. `given`: options of the command line."""
     setting_of = {setting.name: setting for cls in classes for setting in settings(cls)}
     values: dict[str, Any] = {}
     problems: list[str | None] = []
@@ -101,7 +101,7 @@ def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[d
     nodes = _mapping(path)
     if any(_text(key) in ("compute_environment", "distributed_type") for key, _ in nodes):
         launch = f"accelerate launch --config_file {path} -m accel_sft TASK"
-        raise UserError(f"--config {path}: a launch file, which accelerate reads: {launch}")
+        raise UserError(f"--config {path}: a launch file; give it to accelerate: {launch}")
     for key, node in nodes:
         number = key.start_mark.line + 1
         line, name = f"line {number}", (_text(key) or "").replace("-", "_")
@@ -109,7 +109,7 @@ def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[d
         if name in first_lines:
             problems.append(f"{shown(name)} is given twice, on lines {first_lines[name]} and {number}; keep one")
         elif setting and _value(setting, node) == HIDDEN:
-            lacking = f"{line}: {setting.flag}: secrets are not in a run's file; give it on the command line"
+            lacking = f"{line}: {setting.flag}: a run's file holds no secrets; give it on the command line"
             problems.append(None if name in given else lacking)
         elif setting:
             values[name] = _value(setting, node)
@@ -130,7 +130,7 @@ def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[d
 
 
 def task_in(path: str) -> str | None:
-    """Return the task that a `--config` file names, as it would stand on a command line; None if it names none."""
+    """Return the task that a `--config` file names, in the words of a command line; None if the file names no task."""
     return next((_text(node) for key, node in _mapping(path) if _text(key) == TASK), None)
 
 
@@ -154,7 +154,7 @@ def _text(node: Any) -> str | None:
 
 
 def _value(setting: Setting, node: Any) -> Any:
-    """The value of a YAML node for this setting; an empty collection, which no setting takes, for nested values."""
+    """The value of a YAML node for this setting. A nested value becomes an empty collection, which no setting takes."""
     parts = node.value if node.id == "sequence" else [node]
     if any(part.id != "scalar" for part in parts):
         return [] if node.id == "sequence" else {}

@@ -11,8 +11,8 @@ ADAPTERS: dict[str, Mapping[str, str]] = {
     "lora": {"r": "lora_r", **_SAVED, **_VARIANTS, "target_parameters": "lora_target_parameters"},
     "adalora": {"target_r": "lora_r", **_SAVED},
 }
-"""Adapter types by peft's name in lower case, each with what is fixed when one is created: keys of peft's
-`adapter_config.json`, and the fields of `TrainConfig` that must have the same value when it is trained further."""
+"""Adapter types by peft's name in lower case. Each maps the keys of peft's `adapter_config.json` that are fixed when an
+adapter is created to fields of `TrainConfig`, which must have the same values when the adapter is trained further."""
 OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
 """Settings of every adapter type; they have no effect without an adapter."""
 _LORA_ONLY = ("use_rslora", "use_dora", "lora_modules_to_save", "lora_target_parameters", "load_in_4bit")
@@ -25,16 +25,16 @@ TENSOR_PARALLEL = "TENSOR_PARALLEL"
 """The backend's name under tensor parallelism."""
 _REFUSED: dict[tuple[str, Any], tuple[tuple[str, ...], str]] = {
     ("use_dora", True): (("DEEPSPEED 3",), "z2"),  # each forward reads whole weights of the base, which are sharded
-    ("lora_modules_to_save", True): (("FSDP",), "z2"),  # what is embedding and head would be sharded twice
+    ("lora_modules_to_save", True): (("FSDP",), "z2"),  # a tied embedding and head would be sharded twice
     ("load_in_4bit", True): (("DEEPSPEED 3", "FSDP", TENSOR_PARALLEL), "z2"),  # bitsandbytes takes whole matrices
     ("optimizer", "adamw-8bit"): (("DEEPSPEED", "FSDP", TENSOR_PARALLEL), "ddp"),  # it steps whole parameters
-    ("compile", True): ((TENSOR_PARALLEL,), "fsdp2"),  # ranks exchange within each layer
+    ("compile", True): ((TENSOR_PARALLEL,), "fsdp2"),  # ranks communicate within each layer
     ("use_liger_kernel", True): ((TENSOR_PARALLEL,), "fsdp2"),  # its kernels take whole matrices
     ("ema_decay", True): (("DEEPSPEED nvme", TENSOR_PARALLEL), "z3_offload"),  # each step would read the disk once more
-    **{("adapter", name): ((TENSOR_PARALLEL,), "z2") for name in ADAPTERS},  # peft 0.21 fails on cut matrices
+    **{("adapter", name): ((TENSOR_PARALLEL,), "z2") for name in ADAPTERS},  # peft 0.21 fails on split matrices
 }
-"""Maps (setting, value) to the backends that cannot (accelerate's name, perhaps with a ZeRO stage or `nvme`), and to a
-launch file that can. The value True stands for any value that switches the setting on."""
+"""Maps (setting, value) to the backends that do not support it, and to a launch file that does. A backend has
+accelerate's name, perhaps with a ZeRO stage or `nvme`. The value True stands for any that switches the setting on."""
 
 
 def names_of(text: str | None) -> list[str]:
@@ -43,8 +43,8 @@ def names_of(text: str | None) -> list[str]:
 
 
 def adapter_conflicts(config: Any) -> list[str]:
-    """Return a line for each setting of a `TrainConfig` that needs `--adapter lora` but lacks it, or that peft cannot
-    combine with another."""
+    """Return a line for each setting of a `TrainConfig` that needs `--adapter lora` but is given without it, and for
+    settings that peft cannot combine."""
     if config.adapter != "lora":
         flags = map(flag_of, chosen(config, _LORA_ONLY))
         return [f"{flag} works only with --adapter lora: add that, or leave {flag} out" for flag in flags]
@@ -58,7 +58,7 @@ def launch_problem(settings: Any, backend: str, stage: int = 0, offload: str = "
     accelerate's name, or TENSOR_PARALLEL; the optimizer is offloaded to `offload`."""
     launches = {backend, f"{backend} {stage}", f"{backend} {offload}"}
     for (name, value), (backends, instead) in _REFUSED.items():
-        set_to = getattr(settings, name, None)  # a Job has only what memory and speed depend on
+        set_to = getattr(settings, name, None)  # a Job has only the settings that memory and speed depend on
         if launches.intersection(backends) and (bool(set_to) if value is True else set_to) == value:
             flag = flag_of(name) if value is True else f"{flag_of(name)} {value}"
             return f"{flag}: does not work with this launch; launch with accelerate_configs/{instead}.yaml"

@@ -1,4 +1,4 @@
-"""Settings as dataclass fields: type, default, help and limits, stated once for command line, YAML and tests alike."""
+"""Settings as dataclass fields: type, default, help and limits, stated once for the command line, YAML and tests."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from typing import Any
 
 _EXPECTED = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 _TYPES = {hint: (kind, hint is not kind) for kind in _EXPECTED for hint in (kind, kind | None)}
-"""Maps a field's annotation to the setting's type, and to whether None is a value too."""
+"""Maps a field's annotation to the setting's type and to whether the setting may be None."""
 _SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 NAMES_A_FILE = re.compile(r"(^|_)(file|path|dir|folder)s?$")
 """Matches the names of options that name files."""
@@ -34,7 +34,8 @@ def option(
         default: the value when the option is not given; without a default, the option is required.
         help: one line for `--help`; name the unit.
         min, max: inclusive limits of a number.
-        basic: whether `--help` lists an option of the trainer; `--help-all` lists all. No effect on a task's option.
+        basic: whether `--help` lists an option of the trainer; `--help-all` lists all. `--help` lists every option of
+            a task.
         rows: whether a `str` option names rows for `read_rows`. It may then be given several times (the names are
             joined by commas), and a missing file or folder is refused before anything is loaded.
     """
@@ -51,7 +52,7 @@ HIDDEN = "***"
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One field: `type` is str, int, float or bool; with `optional`, None is a value too."""
+    """One field: `type` is str, int, float or bool; if `optional`, the value may also be None."""
 
     name: str
     type: type
@@ -86,12 +87,12 @@ class Setting:
         if value is None:
             return None if self.optional else f"{self.flag}: a value is needed"
         if isinstance(value, int) and value.bit_length() > 63:  # too large for a tensor, perhaps even to print
-            return f"{self.flag}: a number of {value.bit_length()} bits; 63 are the most"
+            return f"{self.flag}: a number of {value.bit_length()} bits; the maximum is 63"
         accepted: tuple[Any, ...] = (int, float) if self.type is float else (self.type,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and self.type is not bool):
             return f"{self.flag} {_represented(value)}: expected {_EXPECTED[self.type]}"
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):  # surrogates: bytes, not UTF-8
-            return f"{self.flag} {shown(value)}: a NUL or bytes that are not UTF-8 are not text; remove them"
+            return f"{self.flag} {shown(value)}: has NUL or bytes that are not UTF-8; remove them"
         if self.choices and value not in self.choices:
             return f"{self.flag} {shown(value)}: not one of {', '.join(self.choices)}"
         if isinstance(value, float) and not math.isfinite(value):
@@ -113,7 +114,7 @@ def chosen(config: Any, names: Iterable[str]) -> list[str]:
 
 
 def shown(text: str) -> str:
-    """A value as messages repeat it: unchanged, unless it is empty, long, or would break the line."""
+    """A value as messages show it: unchanged, unless it is empty, is too long, or would break the line."""
     return text if text and text.isprintable() and len(text) <= _SHOWN else _represented(text)
 
 
@@ -126,7 +127,7 @@ def _represented(value: Any) -> str:
 
 
 def settings(cls: type) -> list[Setting]:
-    """The settings of a dataclass, in the order of its fields; TypeError for a type that no option has."""
+    """The settings of a dataclass, in the order of its fields; raises TypeError if a field cannot be an option."""
     hints = typing.get_type_hints(cls)
     result = []
     for field in dataclasses.fields(cls):

@@ -1,4 +1,4 @@
-"""Finds tasks by the entry point group `accel_sft.tasks`, and loads them by name; a broken one harms no other."""
+"""Finds tasks by the entry point group `accel_sft.tasks`, and loads them by name; a broken task breaks no other."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from accel_sft.api.task_file import load_file, task_file
 
 GROUP = "accel_sft.tasks"
 SHIPPED = {"chat": "accel-sft-chat", "math": "accel-sft-math", "ner": "accel-sft-ner"}
-"""Task names reserved for one distribution of this project each."""
+"""Task names, each reserved for a distribution of this project."""
 RESERVED = frozenset(
     {"check", "compare", "completion", "doctor", "evaluate", "export-data", "generate", "how-much", "launch-file"}
     | {"merge", "new-task", "parity", "plan", "push", "rehearse", "report", "serve", "tasks", "verify"}
@@ -41,10 +41,10 @@ class Plugin:
 
 
 def plugins() -> list[Plugin]:
-    """Return every entry point of the group, sorted by name, with faults visible in metadata; import none."""
+    """Return every entry point of the group, sorted by name, with the faults that metadata shows; import none."""
     every = []
     for point in importlib.metadata.entry_points(group=GROUP):
-        assert point.dist  # known, as the metadata of a distribution names the entry point
+        assert point.dist  # never None, as `entry_points` reads the metadata of distributions
         name = re.sub(r"[-_.]+", "-", point.dist.name).lower()
         every.append(Plugin(point.name, point.value, name, point.dist.version, point.dist.metadata["Summary"] or ""))
     every.sort(key=lambda plugin: (plugin.name, plugin.distribution, plugin.target))
@@ -75,7 +75,7 @@ def suggestion(name: str, choices: Iterable[str]) -> str:
 
 
 def summary_of(cls: type, fallback: str) -> str:
-    """Return the first line of a class's docstring, or `fallback` if that is a signature that dataclass wrote."""
+    """Return the first line of a class's docstring, or `fallback` if `dataclass` generated it (a signature)."""
     doc = (vars(cls).get("__doc__") or "").strip()
     return fallback if not doc or re.match(rf"{cls.__name__}\(", doc) else doc.splitlines()[0]
 
@@ -120,5 +120,5 @@ def _fault(plugin: Plugin, every: list[Plugin]) -> str:
     same = [other for other in every if other.name == plugin.name and other is not plugin]
     if same:
         others = ", ".join(f"{other.target} of {other.distribution} {other.version}" for other in same)
-        return f"the same name is also {others}; neither is loaded, uninstall one"
+        return f"{others} has the same name; neither is loaded, uninstall one"
     return ""

@@ -1,4 +1,4 @@
-"""The base class of tasks: examples, prompts, answers and scores; and the check of task classes. No other libraries."""
+"""The base class of tasks (examples, prompts, answers and scores), and the check of task classes. Needs no library."""
 
 import abc
 import dataclasses
@@ -34,8 +34,8 @@ class Task(abc.ABC):
         """The examples of `split`, "train" or "validation". Raise UserError for data that cannot be used.
 
         The sequence may have an attribute `fingerprint`, a text that changes whenever an example does (the result of
-        `read_rows` has one). Later starts then detect changes without reading every message and target. An attribute
-        `notes` may have lines about the data to show at the start.
+        `read_rows` has one). Later starts then detect changes without reading every message and target. It may also
+        have an attribute `notes`: lines about the data to show at the start.
         """
 
     @abc.abstractmethod
@@ -44,9 +44,9 @@ class Task(abc.ABC):
 
         An empty list means that target() is raw text: every token carries loss, and no chat template is used.
 
-        A content is a text, or a list of parts, {"type": "text", "text": ...} and {"type": "image", "image": ...}, the
-        image a path, bytes or a PIL image. A prompt of one turn with `"continued": True` is a text that the answer
-        continues: where the model has no chat template, they are concatenated.
+        A content is a text, or a list of parts, {"type": "text", "text": ...} and {"type": "image", "image": ...}. An
+        image is a path, bytes or a PIL image. A prompt of one turn with `"continued": True` is a text that the answer
+        continues: if the model has no chat template, prompt and answer are concatenated.
         """
 
     @abc.abstractmethod
@@ -68,21 +68,20 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def score(self, example: Any, text: str) -> dict[str, Any]:
-        """Score one generated answer: numbers (or anything JSON can hold that `aggregate` understands) by name."""
+        """Return the scores of one generated answer by name: numbers, or other JSON values that `aggregate` reads."""
 
     def aggregate(self, scores: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Return a number for each metric from the scores, one for each example; by default the mean of each key."""
+        """Return a number for each metric from `scores`, which has an entry for each example; by default each key's
+        mean."""
         keys = dict.fromkeys(key for score in scores for key in score)
         for key in keys:
             for score in scores:
                 if not isinstance(score.get(key), (int, float)):
-                    raise UserError(
-                        f"score() gave {key!r} {score.get(key)!r}, of which there is no mean; give a number"
-                    )
+                    raise UserError(f"score() gave {key!r} {score.get(key)!r}, which has no mean; give a number")
         return {key: sum(score[key] for score in scores) / len(scores) for key in keys}
 
     def problems(self) -> list[str]:
-        """Return a line for each problem of the options; extend this if some values do not go together."""
+        """Return a line for each problem of the options; extend this if some values cannot be combined."""
         return problems(self)
 
 
@@ -95,7 +94,7 @@ _METHODS = {
 
 
 def contract_faults(cls: Any) -> list[str]:
-    """Return why a class cannot be used as a task, one phrase for each reason; an empty list if it can."""
+    """Return why a class cannot be used as a task, a phrase for each reason; an empty list if it can be used."""
     if not isinstance(cls, type) or not issubclass(cls, Task) or cls is Task:
         return [f"{getattr(cls, '__qualname__', repr(cls))} is not a subclass of accel_sft.Task"]
     causes = []

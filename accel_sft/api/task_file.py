@@ -1,4 +1,4 @@
-"""Loads a task's class from a single Python file, which needs no package. Needs only the standard library."""
+"""Loads a task's class from a single Python file instead of a package. Needs only the standard library."""
 
 import contextlib
 import hashlib
@@ -17,20 +17,19 @@ _MODULE = "accel_sft_file_"
 
 
 def task_file(word: str) -> tuple[Path, str] | None:
-    """The file and the class ("" if none is named) that `mytask.py` or `mytask.py:MyTask` stand for;
-    None if the word is an installed task's name."""
+    """The file and the class of `mytask.py:MyTask`; for `mytask.py` the class is "". None for an installed task."""
     match = re.fullmatch(r"(.+\.py)(?::(\w*))?", word, re.DOTALL)
     return (Path(match[1]).expanduser(), match[2] or "") if match else None
 
 
 def recorded_name(word: str) -> str:
-    """A task's name in a run's record: a file's name without folder and class, or an installed task's."""
+    """A task's name in a run's record: the name of its file, without folder and class, or of the installed task."""
     file = task_file(word)
     return file[0].name if file else word
 
 
 def same_task(word: str, other: str) -> bool:
-    """Whether two words name the same task: one name, or one file (either word may leave out the class)."""
+    """Whether two words name the same task: the same name, or the same file (either word may leave out the class)."""
     first, second = task_file(word), task_file(other)
     if first is None or second is None:
         return word == other
@@ -38,7 +37,7 @@ def same_task(word: str, other: str) -> bool:
 
 
 def load_file(path: Path, class_name: str) -> type[Task]:
-    """Run a file, check its task against the contract, and return it. The file can import modules beside it by name."""
+    """Run a file, check its task, and return the task. The file can import modules in its own folder by name."""
     where = f"task {path}"
     try:
         source = path.read_bytes()

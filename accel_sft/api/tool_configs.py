@@ -1,4 +1,4 @@
-"""The settings of the commands that take a task besides training: the trainer's, and their own. Needs no torch."""
+"""The settings of commands other than training that take a task: the trainer's, and their own. Needs no torch."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _OF_SERVERS = "key_from", "timeout"
 
 @dataclasses.dataclass(kw_only=True)
 class EvaluateConfig(TrainConfig):
-    """The settings of `evaluate`: it takes some of training's, and the others keep their defaults."""
+    """The settings of `evaluate`. The command line offers only some of training's; the others keep their defaults."""
 
     model: str = _model(
-        "", basic=True, help="A run, saved weights or an adapter by folder, or a hub id; with --url the server's name."
+        "", basic=True, help="Folder of a run, weights or an adapter, or a hub id; with --url the server's model name."
     )
-    url: str | None = _model(None, basic=True, help="Score an OpenAI-compatible server, as http://127.0.0.1:8000/v1.")
+    url: str | None = _model(None, basic=True, help="OpenAI-compatible server to score: http://127.0.0.1:8000/v1.")
     key_from: str | None = _model(None, basic=True, help="Variable with the server's key; default: ACCEL_SFT_API_KEY.")
     timeout: int = _model(600, min=1, basic=True, help="Seconds for the server to give one answer.")
-    base: str | None = _model(None, basic=True, help="Also evaluate this model; auto: what the run began with.")
+    base: str | None = _model(None, basic=True, help="Also evaluate this model; auto: the run's initial model.")
     offload: str | None = _eval(
         None, basic=True, choices=("host", "disk"), help="Where to keep weights that do not fit on the GPU."
     )
@@ -41,7 +41,7 @@ class EvaluateConfig(TrainConfig):
             lines = [f"--url: a server has its own weights and settings; leave {flags} out"] if flags else []
         else:
             lines = [] if self.model else ["--model: a value is needed"]
-            lines += [f"{flags}: goes with --url"] if flags else []
+            lines += [f"{flags}: needs --url"] if flags else []
         return lines + super().problems()
 
 
@@ -49,13 +49,13 @@ class EvaluateConfig(TrainConfig):
 class PlanConfig(TrainConfig):
     """The settings of `plan`: its own and all of training's, so that a training command can be planned unchanged."""
 
-    gpus: int | None = _plan(None, min=0, max=1024, help="GPUs of a machine, 0: its CPU; default: this machine's.")
+    gpus: int | None = _plan(None, min=0, max=1024, help="GPUs of a machine; 0: its CPU; default: this machine's.")
     gpu_memory: float | None = _plan(None, min=0, help="GiB of one GPU; default: this machine's.")
-    host_memory: float | None = _plan(None, min=0, help="GiB of host memory; default: what is free here.")
+    host_memory: float | None = _plan(None, min=0, help="GiB of host memory; default: this machine's free memory.")
     launch: str | None = _plan(
         None, help="Launch file: a shipped one's name, or a path; may be repeated. Default: every shipped one."
     )
-    details: bool = _plan(False, help="Each phase's memory by component; one launch file always shows them.")
+    details: bool = _plan(False, help="Show each phase's memory by component, as for a single launch file.")
     json: bool = _plan(False, help="Print JSON.")
 
 
@@ -65,9 +65,9 @@ class CheckConfig(TrainConfig):
 
     strict: bool = _check(False, help="Exit with status 1 on warnings too, not only on errors.")
     score: bool = _check(True, help="Score every example's own answer by the task's score().")
-    show: int = _check(2, min=0, max=1000, help="Training examples printed, the tokens that carry loss marked.")
+    show: int = _check(2, min=0, max=1000, help="Training examples to print; tokens with loss are marked.")
     html: str | None = _check(None, help="Write the report to this file, as one page.")
-    json: bool = _check(False, help="Print the report as JSON on standard output, nothing else there.")
+    json: bool = _check(False, help="Print the report as JSON, and nothing else, on standard output.")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -78,5 +78,5 @@ class RehearseConfig(TrainConfig):
     launch: str | None = _rehearse(
         None, help="Launch file of the real run: a shipped one's name, or a path. Default: one process without one."
     )
-    keep: bool = _rehearse(False, help="Keep the rehearsal's folder, which is kept after a failure in any case.")
-    json: bool = _rehearse(False, help="Print JSON on standard output, nothing else there.")
+    keep: bool = _rehearse(False, help="Keep the rehearsal's folder; after a failure it is always kept.")
+    json: bool = _rehearse(False, help="Print JSON, and nothing else, on standard output.")

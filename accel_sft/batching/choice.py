@@ -1,5 +1,5 @@
-"""Chooses, of the batchings that are exact and fit into memory, the one with the least work, and records it, so that
-every start and resume uses the same."""
+"""Chooses the batching with the least work among those that are exact and fit into memory. The choice is recorded, so
+that every start and resume uses the same batching."""
 
 import dataclasses
 import itertools
@@ -30,14 +30,14 @@ GPU_TOKENS = tuple(2**power for power in range(10, 18))
 ALIKE = 0.03
 """Work that differs by less than this share counts as equal."""
 CPU_FORWARD_TOKENS, FORWARD_TOKENS = 64, 1024
-"""Fixed cost, in tokens, of a forward and its backward: per CPU thread (all threads wait); on other devices."""
+"""Fixed cost, in tokens, of a forward and its backward. The cost on a CPU is for each thread, as all threads wait."""
 USUAL_WIDTH = 1024
 """Hidden size assumed of a model whose configuration does not name it."""
 
 
 def choose_batching(trial: Trial, before: Batching | None = None, also: Sequence[Encoded] = ()) -> tuple[Batching, str]:
-    """Choose a layout in which the model's losses are those of single rows, and how many tokens go into one forward, by
-    the rows' lengths; and a line for the log. Random state and gradients stay untouched.
+    """Choose a layout in which the model's losses equal those of single rows and, from the rows' lengths, how many
+    tokens go into one forward. Also returns a line for the log. Random state and gradients stay untouched.
 
     Args:
         before: this run's earlier choice, which is used again if it is still exact.
@@ -64,8 +64,8 @@ def choose_batching(trial: Trial, before: Batching | None = None, also: Sequence
 
 
 def least_work(trial: Trial, candidates: Sequence[Batching]) -> Batching:
-    """The layout with the least work for a step, in its smallest size whose work exceeds the least by at most ALIKE;
-    the first of equal ones."""
+    """The layout with the least work for a step (of equal ones, the first), in its smallest size whose work exceeds the
+    least by at most ALIKE."""
     works = {batching: _work(trial, batching) for batching in candidates}
     least = min(candidates, key=works.__getitem__)
     alike = [b for b in candidates if dataclasses.replace(b, tokens=least.tokens) == least]
@@ -81,8 +81,8 @@ def _work(trial: Trial, batching: Batching) -> float:
 
 
 def fitting(trial: Trial, exact: Sequence[Batching]) -> list[Batching]:
-    """The exact batchings in every size that fits, by the estimate, into the memory of all ranks' GPUs, else in the
-    smallest; on CPUs, in the layout's CPU sizes."""
+    """The exact batchings in every size whose estimate fits into the memory of all ranks' GPUs, or in the smallest size
+    if none fits or there is no estimate. On CPUs, they have the CPU sizes of their layouts."""
     if math.isinf(free_bytes(trial.accelerator.device)):
         return [
             dataclasses.replace(batching, tokens=tokens) for batching in exact for tokens in batching.way.cpu_tokens
@@ -146,7 +146,7 @@ def write(
 
 
 def read(accelerator: Accelerator, run_dir: RunDir, job: list[Any]) -> dict[str, Any] | None:
-    """The recorded choice of the run in this folder, if for the same job and launch; None if none can be read."""
+    """The choice that this folder's run recorded for the same job and launch; None if no such record can be read."""
 
     def read_record() -> dict[str, Any] | None:
         try:

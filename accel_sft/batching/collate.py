@@ -22,12 +22,12 @@ class Batch:
     """One forward: the model's arguments, and the targets of its kept logits.
 
     Attributes:
-        keep: positions whose logits predict a target: indices (E,) in the one sequence, or a mask (B, T) of padded
+        keep: positions whose logits predict a target, as indices (E,) in one sequence or as a mask (B, T) over padded
             rows.
         targets: token ids to predict, in the order of `keep`, (E,).
         head: name in `loss.HEADS` of the function that computes logits and loss.
         most_logits: maximum number of logits that the head `pieces` holds at once; None: MOST_LOGITS.
-        prefix: ids of the tokens that are read into a cache before each row, and so not in `input_ids`, (1, P).
+        prefix: ids (1, P) of tokens that are read into a cache before the rows, and that `input_ids` therefore lacks.
     """
 
     inputs: dict[str, Any]
@@ -44,8 +44,8 @@ def empty(pad_token_id: int) -> Batch:
 
 
 def in_one_sequence(rows: Sequence[Encoded], prefix: int = 0) -> Batch:
-    """A forward of the `prefix` tokens that all rows begin with and that predict no target, then each row's own tokens.
-    Nothing separates the rows yet."""
+    """A forward of one sequence: the first `prefix` tokens, which all rows share and which predict no target, then each
+    row's own tokens. Nothing separates the rows yet."""
     own = np.array([len(row.input_ids) for row in rows]) - prefix
     ends = prefix + own.cumsum()
     total = ends[-1]
@@ -65,13 +65,13 @@ def row_by_row(rows: Sequence[Encoded], prefix: int) -> Batch:
     batch = in_one_sequence(rows, prefix)
     if len(rows) > 1:  # plain causal attention serves a single row
         batch.inputs["rows"] = prefixed_rows([len(row.input_ids) - prefix for row in rows], prefix)
-        # a placeholder, so that the model makes no mask; verification finds a model that ignores `rows`
+        # a placeholder: a model that is given a mask makes none. Verification detects a model that ignores `rows`.
         batch.inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     return batch
 
 
 def prefixed_rows(sizes: Sequence[int], prefix: int) -> PrefixedRows:
-    """The places of rows with these numbers of own tokens, after their prefix."""
+    """Where rows lie in one sequence after their prefix; `sizes` are their numbers of own tokens."""
     own, step = np.array(sizes)[:, None], np.arange(max(sizes))
     begins = np.cumsum(sizes)[:, None] - own
     (back,) = (step < own).ravel().nonzero()
@@ -88,7 +88,7 @@ def varlen(rows: Sequence[Encoded]) -> Batch:
 
 
 def padded(rows: Sequence[Encoded], pad_token_id: int, blank: Encoded | None = None) -> Batch:
-    """A forward of a batch of rows, padded at the right; their images are read here.
+    """A forward of a batch of rows, padded at the right. It also reads the rows' images.
 
     A `blank` image is put after the shortest row's last token, where no token that predicts a target sees it; this
     connects the forward to the image layers, with a gradient of zero.
@@ -116,7 +116,7 @@ def padded(rows: Sequence[Encoded], pad_token_id: int, blank: Encoded | None = N
 
 
 def behind_cache(rows: Sequence[Encoded], prefix: int, pad_token_id: int) -> Batch:
-    """A forward of the rows' own tokens, padded, which continue from a cache of `prefix` shared tokens."""
+    """A forward of the rows' own tokens, padded; they follow a cache of the `prefix` tokens that all rows share."""
     own = [
         row._replace(
             input_ids=row.input_ids[prefix:],
@@ -136,16 +136,16 @@ def _tensors(inputs: dict[str, np.ndarray], keep: np.ndarray, targets: np.ndarra
 
 
 def _on_device(*arrays: np.ndarray) -> list[torch.Tensor]:
-    """The arrays as tensors on the current device. A GPU copies them from pinned memory: the host need not wait."""
+    """The arrays as tensors on the current device. A GPU copies them from pinned memory, so the host need not wait."""
     device = torch.empty(0).device
-    tensors = map(torch.from_numpy, arrays)  # on the CPU, whatever is the current device
+    tensors = map(torch.from_numpy, arrays)  # on the CPU, whatever the current device is
     if device.type == "cuda":
         return [_pinned(tensor).to(device, non_blocking=True) for tensor in tensors]
     return [tensor.to(device) for tensor in tensors]
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A pinned copy, or the tensor itself if no memory can be pinned: the error would read as GPU out-of-memory."""
+    """A pinned copy, or the tensor itself if no memory can be pinned; the error would look like GPU out-of-memory."""
     try:
         return tensor.pin_memory()
     except RuntimeError as error:

@@ -33,18 +33,18 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def done_within_memory(work: Callable[[], None], rows: int, *, alone: bool) -> bool:
-    """Do the work; False if memory ran out and the caller must retry with fewer than `rows` rows at once. Only if this
-    rank works `alone`; otherwise other ranks would wait, so the error is raised."""
+    """Do the work. Returns False if memory ran out and the caller must retry with fewer than `rows` rows at once.
+    Unless this rank works `alone`, the error is raised instead: other ranks would wait during the retry."""
     try:
         work()
         return True
     except RuntimeError as error:
         if not (alone and rows > 1 and out_of_memory(error)):
             raise
-    # not in the `except` block: the exception's frames still hold the failed forward's tensors there
+    # not in the `except` block, where the exception's frames still hold the failed forward's tensors
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    print(wrapped(f"out of device memory with {rows} rows at once: they are computed in halves"), file=terminal())
+    print(wrapped(f"out of device memory with {rows} rows at once: computing them in halves"), file=terminal())
     return False
 
 
@@ -58,7 +58,7 @@ def in_halves(work: Callable[[list[Row]], list[Result]], rows: list[Row], *, alo
 
 
 def forwards_alone(accelerator: Accelerator) -> bool:
-    """Whether a rank's forward needs no other rank, with which it would share weights, a row's tokens or matrices."""
+    """Whether a rank's forward needs no other rank: ranks share no weights, no row's tokens and no matrices."""
     if sequence_ranks(accelerator) > 1 or tensor_ranks(accelerator) > 1:
         return False
     if plugin := accelerator.state.deepspeed_plugin:

@@ -1,6 +1,6 @@
 """`Batching` groups a step's examples into forwards and divides them among the ranks, by layouts.
 
-A layout counts what rows cost and makes their tensors. To add one, put an instance, of a new class if need be, into
+A layout counts what rows cost and makes their tensors. To add one, put an instance (of a new class, if needed) into
 `LAYOUTS`.
 
 `shared` puts the rows of a forward after one copy of their common prefix. Each row sees the prefix and itself, at the
@@ -35,8 +35,8 @@ from accel_sft.models.architecture import arguments, cache_argument, limited_lay
 from accel_sft.models.prefix_attention import installed
 
 FILLED = 2
-"""In one-sequence layouts only attention pads rows to the longest; padded rows may take up to this many times the
-forward's token limit."""
+"""In one-sequence layouts only attention pads rows to the longest row. Counted with this padding, a forward may have up
+to this many times its token limit."""
 
 
 class Layout(abc.ABC):
@@ -45,7 +45,7 @@ class Layout(abc.ABC):
     Attributes:
         name: a value of `--batching`. Rows of `shared` share tokens, and with them dropout masks.
         attention: how attention separates the rows, as a batching's record names it.
-        implementation: pattern for the names of transformers' attentions that can separate rows like this.
+        implementation: pattern for the names of transformers' attention functions that can separate rows in this way.
         one_sequence: whether all rows are in one sequence, in which they must not see each other.
         cpu_tokens: sizes of a forward, in tokens, to choose from on a CPU.
     """
@@ -67,10 +67,11 @@ class Layout(abc.ABC):
         if "position_ids" not in arguments(model):
             return "the model takes no positions"
         limited = limited_layers(model, max(map(_longest, row_sets)))
-        return f"the model has layers of another kind ({limited})" if limited else None
+        return f"the model has layers without full attention ({limited})" if limited else None
 
     def prefix(self, examples: Sequence[Encoded]) -> int:
-        """Number of tokens that the forward has once: those that all rows begin with and that predict no target."""
+        """Number of tokens that the forward has only once: a beginning that all rows share and that predicts no
+        target."""
         if self.name != "shared" or len(examples) < 2:
             return 0
         first_target = max(min(example.spans[0][0] for example in examples), 1)
@@ -149,13 +150,13 @@ class Causal(Padded):
 
 
 class Cached(Causal):
-    """Padded rows that continue from a cache of the forward's prefix, for layers of any kind that can."""
+    """Padded rows that continue from a cache of the forward's prefix, for every kind of layer that can do this."""
 
     attention, behind_cache = "cache", True
     cpu_tokens = (512, *Layout.cpu_tokens)
 
     def refusal(self, model: Any, row_sets: Sequence[Sequence[Encoded]]) -> str | None:
-        return None if cache_argument(without_adapter(model).forward) else "the model takes none"
+        return None if cache_argument(without_adapter(model).forward) else "the model takes no cache"
 
     def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
         if not (prefix := self.prefix(examples)):
@@ -183,15 +184,15 @@ def _longest(examples: Sequence[Encoded]) -> int:
 _BY_NAMES = {(layout.name, layout.attention): layout for layout in LAYOUTS}
 
 PAIRS = 6
-"""Query-key pairs per hidden dimension whose attention costs as much as one token's linear layers: in a layer a token
-is multiplied by about 12 width^2 weights, and a pair takes 2 width products."""
+"""The attention of this many query-key pairs, times the hidden size, costs as much as one token's linear layers: in a
+layer, a token is multiplied by about 12 width^2 weights, and a pair takes 2 width products."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Batching:
-    """How rows become forwards, as runs and checkpoints record it: `layout` and `attention` name the layout, and
-    `head` is in `loss.HEADS`. A forward has at most `tokens` computed tokens (a longer row has its own forward)
-    or, if given, `rows` rows."""
+    """How rows become forwards, as runs and checkpoints record it: `layout` and `attention` name the layout, and `head`
+    is in `loss.HEADS`. A forward has at most `rows` rows if `rows` is given, else at most `tokens` computed tokens (a
+    longer row gets a forward of its own)."""
 
     layout: str
     tokens: int
@@ -209,8 +210,8 @@ class Batching:
         return _BY_NAMES[self.layout, self.attention]
 
     def divide(self, examples: Sequence[Encoded], world_size: int) -> list[list[list[Encoded]]]:
-        """Return each rank's forwards: equally many for every rank (some may be empty), with nearly equal tokens,
-        ordered by size: under ZeRO-3 ranks wait for each other in every forward."""
+        """Return each rank's forwards: the same number for every rank (some may be empty), with nearly the same number
+        of tokens. They are ordered by size, because under ZeRO-3 ranks wait for each other in every forward."""
         longest_first = sorted(examples, key=lambda example: (-len(example.input_ids), example.index))
         forwards = self._group(longest_first, world_size)
         if len(forwards) == world_size == 1:
@@ -227,7 +228,8 @@ class Batching:
         return ranks
 
     def _group(self, examples: list[Encoded], world_size: int) -> list[list[Encoded]]:
-        """The rows of all ranks' forwards, longest rows first: a multiple of the ranks, if there are enough rows."""
+        """The rows of each forward, longest first. With enough rows, the number of forwards is a multiple of
+        `world_size`."""
         if self.rows:
             count = world_size * math.ceil(math.ceil(len(examples) / world_size) / self.rows)
             return [[examples[row] for row in rows] for rows in np.array_split(np.arange(len(examples)), count)]
@@ -243,7 +245,8 @@ class Batching:
         return alone + [examples[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
     def _least_largest(self, lengths: list[int], prefix: int, count: int) -> list[int] | None:
-        """Ends of at most `count` groups of consecutive rows, the largest as small as possible; None if none fits."""
+        """Ends of at most `count` groups of consecutive rows, the largest as small as possible; None if the rows do not
+        fit."""
 
         def ends_within(allowed: int) -> list[int] | None:
             ends: list[int] = []
@@ -270,7 +273,8 @@ class Batching:
         return ends_within(sizes[bisect.bisect_left(sizes[:-1], True, key=lambda size: ends_within(size) is not None)])
 
     def work(self, examples: Sequence[Encoded], world_size: int, width: int, forward_cost: float) -> float:
-        """The cost, in tokens, of a step of these examples on the rank with most work; a forward has a fixed cost."""
+        """The cost, in tokens, of a step of these examples on the rank with most work; each forward adds
+        `forward_cost`."""
         way = self.way
         return max(
             sum(way.tokens_in(rows) + way.attended_pairs(rows) / (PAIRS * width) + forward_cost for rows in forwards)
@@ -280,8 +284,8 @@ class Batching:
     def batch(
         self, examples: Sequence[Encoded], pad_token_id: int, device: torch.device, blank: Encoded | None = None
     ) -> Batch:
-        """The tensors of one forward, maybe of no examples. With `blank` (a row with an image), one without images
-        still calls the image layers."""
+        """The tensors of one forward, which may have no examples. With `blank` (a row with an image), a forward without
+        images still calls the image layers."""
         pictured = any(row.images for row in examples)
         assert self.layout == "padded" or not (pictured or blank), "rows with images are padded"
         with device:

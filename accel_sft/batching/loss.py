@@ -15,8 +15,8 @@ from accel_sft.models.prefix_attention import prefix_first, with_forward
 
 
 def nll(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Each target's negative log-likelihood in nats, float32, (E,); without targets a zero, (1,), still connected to
-    the weights."""
+    """Each target's negative log-likelihood in nats, float32, (E,); without targets, a zero (1,) that is still
+    connected to the weights."""
     heartbeat()
     return HEADS[batch.head](model, batch)
 
@@ -38,8 +38,8 @@ def everywhere(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def pieces(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Each target's loss, in pieces of `most_logits` logits that the backward recomputes; inside the model's own
-    forward, so that ZeRO-3 and FSDP gather the head's weights."""
+    """Each target's loss, in pieces of `most_logits` logits that the backward recomputes. The pieces are computed
+    inside the model's own forward, where ZeRO-3 and FSDP gather the head's weights."""
     most_logits = batch.most_logits or MOST_LOGITS
     tokens = max(most_logits // _unwrapped(model).config.get_text_config().vocab_size, 1)
     if len(batch.targets) <= tokens:
@@ -61,7 +61,7 @@ def pieces(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 HEADS = {head.__name__: head for head in (pieces, labelled, everywhere)}
-"""Functions that compute a forward's logits and loss, by their name in a batching's record, in the order of trial."""
+"""Functions that compute logits and loss, by the name in a batching's record, in the order in which they are tried."""
 
 
 def available_heads(model: torch.nn.Module) -> list[str]:

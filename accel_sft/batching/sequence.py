@@ -20,7 +20,8 @@ from accel_sft.models.architecture import limited_layers
 
 @dataclasses.dataclass(frozen=True)
 class SequenceGroup:
-    """The ranks that share each row's tokens, including this `rank`; each of the `groups` has its own rows."""
+    """A group of `ranks` ranks that share each row's tokens; this process is number `rank` of them. There are `groups`
+    such groups, each with rows of its own; this one is number `group`."""
 
     ranks: int
     rank: int
@@ -36,8 +37,8 @@ class SequenceGroup:
         return cls(ranks, rank, groups // ranks, group)
 
     def part(self, batch: Batch, pad_token_id: int) -> Batch:
-        """This rank's part of a padded forward of one row; all parts have the same length, and may have no target. A
-        part's last token predicts the next part's first token."""
+        """This rank's part of a padded forward of one row; all parts have the same length, and a part may have no
+        target. A part's last token predicts the next part's first token."""
         if self.ranks == 1:
             return batch
         ids = batch.inputs["input_ids"]
@@ -49,14 +50,14 @@ class SequenceGroup:
         predicting = batch.keep[0].nonzero()[:, 0] if batch.keep.ndim == 2 else batch.keep[: len(batch.targets)]
         mine = (predicting >= begin) & (predicting < end)
         keep = predicting[mine] - begin
-        if not len(keep):  # a forward that is connected to the weights, as `collate.empty` is
+        if not len(keep):  # the forward stays connected to the weights, as in `collate.empty`
             keep = torch.zeros(1, dtype=torch.int64, device=ids.device)
         return dataclasses.replace(batch, inputs=inputs, keep=keep, targets=batch.targets[mine])
 
 
 def in_parts(trial: Trial, exact: Batching) -> tuple[Batching, str]:
-    """The `exact` batching of padded rows with one row per forward, and a line for the log; UserError if the model
-    cannot compute parts of rows."""
+    """The `exact` batching of padded rows, changed to one row per forward, and a line for the log; UserError if the
+    model cannot compute parts of rows."""
     group, model = SequenceGroup.of(trial.accelerator), trial.accelerator.unwrap_model(trial.model)
     longest = max(trial.examples, key=lambda example: (len(example.input_ids), example.index))
     if limited := limited_layers(model, len(longest.input_ids)):
@@ -64,7 +65,7 @@ def in_parts(trial: Trial, exact: Batching) -> tuple[Batching, str]:
     batching = dataclasses.replace(exact, rows=1)
     line = f"batching padded, one row a forward, its tokens shared by {group.ranks} ranks"
     if getattr(model.config.get_text_config(decoder=True), "attention_dropout", 0):
-        return batching, f"{line}; not compared with whole rows, for attention has dropout"
+        return batching, f"{line}; not compared with whole rows, because attention has dropout"
     batch, was_training = trial.batch(batching, [longest]), trial.model.training
     with torch.no_grad(), torch.random.fork_rng():
         trial.model.eval()
@@ -76,7 +77,7 @@ def in_parts(trial: Trial, exact: Batching) -> tuple[Batching, str]:
         with shared_rows():
             try:
                 mine = nll_sum(trial.model, group.part(batch, trial.pad_token_id)).item()
-            except (AssertionError, TypeError) as error:  # raised by DeepSpeed's attention, alike on every rank
+            except (AssertionError, TypeError) as error:  # raised by DeepSpeed's attention, on every rank alike
                 cause = one_line(what_and_where(error), LONGEST_ERROR)
                 raise UserError(_cannot(group, f"its forward of a part of a row fails ({cause})")) from error
         trial.model.train(was_training)

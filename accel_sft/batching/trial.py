@@ -22,7 +22,7 @@ class Trial:
     """A prepared model, and examples (the same on every rank) on which each `Batching` is tried.
 
     Attributes:
-        train: whether a backward follows each forward, with dropout.
+        train: whether forwards use dropout and are followed by a backward.
         moments: whether AdamW's moments are allocated already, as in a resumed run.
         job: the run as `plan` describes it; None if the model's parameters cannot be counted.
     """
@@ -47,7 +47,7 @@ class Trial:
         return batching.batch(rows, self.pad_token_id, self.accelerator.device, self.blank)
 
     def spread(self) -> Sequence[Encoded]:
-        """Return a step's number of examples, evenly spread over the data."""
+        """Return as many examples as a step has, evenly spread over the data."""
         count = self.config.global_batch_size or len(self.examples)
         return self.examples[:: max(len(self.examples) // count, 1)][:count]
 
@@ -64,8 +64,8 @@ class Trial:
     def run(
         self, batching: Batching, rows: Sequence[Encoded], also: Sequence[torch.Tensor] = ()
     ) -> tuple[float, list[torch.Tensor]]:
-        """Run one forward and, if `train`, a backward, and change nothing by it: without the wrappers' hooks, and
-        without a weight's `.grad`. Returns the sum of the tokens' losses in nats and, if `train`, the gradients of the
+        """Run one forward and, if `train`, a backward. Nothing else changes: the wrappers' hooks do not run, and no
+        weight gets a `.grad`. Returns the sum of the tokens' losses in nats and, if `train`, the gradients of the
         embedded tokens and of each weight of `also` on which the loss depends."""
         model = self.accelerator.unwrap_model(self.model)
         embedded: list[torch.Tensor] = []

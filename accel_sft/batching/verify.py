@@ -30,8 +30,8 @@ TOLERANCE, REDUCED_TOLERANCE = 1e-3, 0.25
 """Nats per token by which the loss may differ between layouts, in float32 and in reduced precision. Rows that see each
 other or have wrong positions differ by more, even in a random model; a bitwise check finds rows that see each other."""
 ROUNDING, REDUCED_ROUNDING = 1e-5, 1e-2
-"""Share of the largest loss by which a token's loss may differ between two equal forwards where nothing is random, in
-float32 and in reduced precision (a busy machine may round otherwise)."""
+"""Without randomness, a token's loss may differ between two equal forwards by this share of the largest loss, in
+float32 and in reduced precision: a busy machine may round differently."""
 LOOKS = 3
 """How often a forward is compared with a changed forward."""
 GRADIENT, REDUCED_GRADIENT = 1e-2, 0.25
@@ -46,8 +46,8 @@ UNLIMITED = 2**31
 
 
 def exact_batchings(trial: Trial, also: Sequence[Encoded] = ()) -> tuple[list[Batching], list[str]]:
-    """The requested layouts that the model computes exactly, at least one, as batchings without a limit of tokens; and
-    `layout: reason` for each that is not exact."""
+    """The requested layouts that the model computes exactly (at least one), as batchings without a token limit; and a
+    line `layout: reason` for each of the other requested layouts."""
     config, model = trial.config, trial.model
     rows = [*trial.examples, *also]
     row_sets, batchings, reasons = _row_sets(rows), list[Batching](), list[str]()
@@ -80,11 +80,11 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded] = ()) -> tuple[list[Ba
 def _exact_of(
     name: str, trial: Trial, alone: Sequence[float], row_sets: Sequence[Sequence[Encoded]], dropout: str | None
 ) -> tuple[Batching | None, str | None]:
-    """The first exact batching of the layouts with this name, or why there is none. `alone` has each set's loss."""
+    """The first exact batching of the layouts with this name, or why there is none; `alone` has each row set's loss."""
     if name == "shared" and dropout:
         return None, f"rows of a step would share their dropout ({dropout})"
     if name == "shared" and not any(map(LAYOUTS[0].prefix, row_sets)):
-        return None, "rows have nothing in common before what they learn"
+        return None, "rows have no common beginning before their first target"
     model, reason = trial.accelerator.unwrap_model(trial.model), None
     for layout in (layout for layout in LAYOUTS if layout.name == name):
         refusal = layout.refusal(model, row_sets) or _untried(trial, layout)
@@ -97,7 +97,7 @@ def _exact_of(
                 if not (problem := _problem(trial, batching, alone, row_sets)):
                     return batching, None
         if layout.behind_cache:
-            reason = f"{reason}; and behind a cache: {problem}"
+            reason = f"{reason}; and with a cached prefix: {problem}"
         elif not (refusal and reason):  # the reason from a trial says more than another kernel's refusal
             reason = problem
     return None, reason
@@ -106,14 +106,14 @@ def _exact_of(
 def _untried(trial: Trial, layout: Layout) -> str | None:
     """Why a run skips the trial of a layout that its model may support; None if the layout is tried."""
     if layout.behind_cache and trial.config.compile:
-        return "--compile would compile the blocks anew for it"
+        return "--compile would compile the blocks again"
     if layout.behind_cache and not forwards_alone(trial.accelerator):
         return "its backward cannot be tried where ranks share the weights"
     return None
 
 
 def _plain(trial: Trial, row: Encoded) -> Batching:
-    """Padded rows with the first head whose loss equals that of logits at every one of HEAD_TOKENS tokens."""
+    """Padded rows with the first head whose loss equals that of logits at every token, tried on HEAD_TOKENS tokens."""
     exhaustive = Batching("padded", UNLIMITED, head="everywhere")
     if not row.images:  # placeholders of images cannot be cut
         row = row._replace(input_ids=row.input_ids[:HEAD_TOKENS], prompt_length=1, earlier=())
@@ -128,18 +128,18 @@ def _plain(trial: Trial, row: Encoded) -> Batching:
 def _problem(
     trial: Trial, batching: Batching, alone: Sequence[float], row_sets: Sequence[Sequence[Encoded]]
 ) -> str | None:
-    """Why the model does not compute rows exactly in this batching, the same on all ranks; None if it does."""
+    """Why the model does not compute rows exactly in this batching; None if it does. All ranks return the same."""
     mine = [_differs(trial, batching, loss, rows) for loss, rows in zip(alone, row_sets, strict=True)]
     if reason := first_reason(next(filter(None, mine), None)):
         return reason
     if batching.way.one_sequence:
         if any(_see_each_other(trial, batching, rows) for rows in row_sets):
-            return "a change in one row changes another"
+            return "a change in one row changes another row's loss"
         if _ignores_positions(trial, batching, row_sets[-1]):
             return "the model ignores the positions that it is given"
         return None
     if batching.attention != "mask" and any(_sees_padding(trial, batching, rows) for rows in row_sets):
-        return "what stands in padding changes a row"
+        return "the token that pads rows changes a row's loss"
     if batching.way.behind_cache:
         mine = [_goes_wrong_behind(trial, batching, rows) for rows in row_sets]
         return first_reason(next(filter(None, mine), None))
@@ -172,14 +172,14 @@ def _shortest(examples: Sequence[Encoded]) -> list[Encoded]:
 
 
 def enough(examples: Sequence[Encoded]) -> list[Encoded]:
-    """Return the shortest of CHECKED_AMONG rows that together have RANDOM_TOKENS, or all of these."""
+    """Return the shortest of CHECKED_AMONG rows: as many as have RANDOM_TOKENS tokens together, or all of these."""
     among = _shortest(examples)
     totals = list(itertools.accumulate(len(row.input_ids) for row in among))
     return among[: bisect.bisect_left(totals, RANDOM_TOKENS) + 1]
 
 
 def _row_sets(examples: Sequence[Encoded]) -> list[list[Encoded]]:
-    """Some short rows, with images if any have them; and a short row without, with the longest."""
+    """Two sets: short rows, with images if any rows have them; and the longest row with a short one without images."""
     among = _shortest([row for row in examples if row.images] or examples)
     longest = max(examples, key=lambda example: (len(example.input_ids), example.index))
     beside = next((row for row in _shortest(examples) if not row.images), among[0])
@@ -187,7 +187,7 @@ def _row_sets(examples: Sequence[Encoded]) -> list[list[Encoded]]:
 
 
 def _dropout(trial: Trial, plain: Batching) -> str | None:
-    """The module or setting that has dropout, or a phrase if only the forward's randomness reveals it; or None."""
+    """The module or setting with dropout; a phrase if only the forward's randomness reveals it; or None."""
     trial.model.train()
     batch = trial.batch(plain, enough(trial.examples))
     is_random = any_rank(not _farthest(nll(trial.model, batch), nll(trial.model, batch)) <= _rounding(trial))
@@ -210,14 +210,14 @@ def _farthest(first: torch.Tensor, again: torch.Tensor) -> float:
 
 
 def _differs(trial: Trial, batching: Batching, alone: float, rows: Sequence[Encoded]) -> str | None:
-    """Why a few rows cannot be computed in this batching, or that their loss is not `alone`, that of single rows."""
+    """Why a few rows cannot be computed in this batching, or how far their loss is from the single rows', `alone`."""
     batch = dataclasses.replace(trial.batch(batching, rows), most_logits=FEWEST_LOGITS)
     try:
         together = nll(trial.model, batch)
     except REFUSALS as error:
         if out_of_memory(error):  # says nothing about the model's abilities
             raise
-        return f"the model does not take it ({first_line(error)[:100]})"
+        return f"the model's forward fails ({first_line(error)[:100]})"
     difference = abs(alone - together.sum().item()) / len(batch.targets)
     tolerance = TOLERANCE if trial.in_float32 else REDUCED_TOLERANCE
     wrong = f"its loss is not that of single rows (off by {difference:.2g} nats a token)"
@@ -225,7 +225,7 @@ def _differs(trial: Trial, batching: Batching, alone: float, rows: Sequence[Enco
 
 
 def _goes_wrong_behind(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> str | None:
-    """Why rows cannot be trained from a prefix's cache, whose state a layer may detach from its backward."""
+    """Why rows cannot be trained from a cached prefix: a layer may detach the cached state from its backward."""
     prefix = batching.way.prefix(rows)
     if not prefix or not trial.train:
         return None
@@ -235,18 +235,18 @@ def _goes_wrong_behind(trial: Trial, batching: Batching, rows: Sequence[Encoded]
     except REFUSALS as error:
         if out_of_memory(error):
             raise
-        return f"the model does not take it back ({first_line(error)[:100]})"
+        return f"a training step fails ({first_line(error)[:100]})"
     right = gradient[:, :prefix].sum(0, keepdim=True), gradient[:, prefix:]
     off = [((mine - exact).norm() / exact.norm()).item() for mine, exact in zip(gradients, right, strict=True)]
     off.append(abs(loss - expected) / abs(expected))
     most = GRADIENT if trial.in_float32 else REDUCED_GRADIENT
-    wrong = f"its gradient is not that of padded rows (off by {max(off):.2g} of it)"
+    wrong = f"its gradient is not that of padded rows (off by {max(off):.2g}, relatively)"
     return None if all(share <= most for share in off) else wrong
 
 
 def _ignores_positions(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> bool:
-    """Whether halving the distances between tokens changes no bit of any loss, on any rank: a later row would start at
-    its index in the sequence. In reduced precision, positions may change a loss by less than rounding does."""
+    """Whether the model ignores positions: halving them changes no bit of any loss, on any rank. A later row would then
+    start at its index in the sequence. In reduced precision, rounding may hide an effect of positions."""
     batch = trial.batch(batching, rows)
     closer = {**batch.inputs, "position_ids": batch.inputs["position_ids"] // 2}
     return not _changes(trial, batch, dataclasses.replace(batch, inputs=closer), slice(None))
@@ -263,7 +263,7 @@ def _see_each_other(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -
 
 
 def _sees_padding(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> bool:
-    """Whether another token in place of padding changes a bit of a row's loss, on any rank."""
+    """Whether a different padding token changes a bit of a row's loss, on any rank."""
     other = dataclasses.replace(trial, pad_token_id=int(trial.pad_token_id == 0))
     return _changes(trial, trial.batch(batching, rows), other.batch(batching, rows), slice(None))
 

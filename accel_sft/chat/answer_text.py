@@ -23,10 +23,10 @@ class AnswerText:
         self._keeps = rendering.thinking == "keep"
 
     def __call__(self, chat: Conversation, answer: Sequence[int]) -> str:
-        """Return the text to be scored of generated token ids, end-of-turn included.
+        """Return the text to be scored of a generated answer, whose token ids include those that end the turn.
 
-        If they equal what template and tokenizer make of the target, that is the target itself: such an answer is right
-        even where the template or the tokenizer strips, moves or normalises a character.
+        If the answer equals what template and tokenizer make of the target, the text is the target itself: such an
+        answer is right even where the template or the tokenizer strips, moves or normalises a character.
         """
         form = self.rendering.form(chat.turns, "validation", chat.offered)
         right = wanted(chat, self.rendering.thinking)
@@ -34,7 +34,7 @@ class AnswerText:
         if text == right or chat.calls:
             return text
         expected = self._learnt(chat)
-        if not expected:  # this tokenizer does not decode the lead as the template writes it, so it stays in the text
+        if not expected:  # the tokenizer does not decode the lead as the template writes it: the lead stays in the text
             return self._text(form, answer, "", right)
         return right if text == expected else text
 
@@ -48,7 +48,7 @@ class AnswerText:
         return self._text(example.form, ids, example.form.learnt_lead, wanted(chat, self.rendering.thinking))
 
     def of_reply(self, turns: Turns, answer: Sequence[int], tools: Tools = None) -> str:
-        """Return the text of an answer generated to turns whose right answer is unknown."""
+        """Return the text of an answer that was generated for turns whose right answer is unknown."""
         form = self.rendering.form(turns, "prompt", {"tools": tools} if tools else None)
         return self._text(form, answer, form.learnt_lead, "")
 

@@ -29,12 +29,12 @@ class AnswerTokens:
         self._special = [token.content for token in added if token.special and not (token.lstrip or token.single_word)]
 
     def of_texts(self, texts: Sequence[Rendered], counts: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-        """Return the tokens of each text's prompt, and those of the prompt with what is learnt after it. The texts are
-        in the order of the chats, which have so many (`counts`).
+        """Return, for each text, the tokens of its prompt, and those of the prompt with what is learnt after it. The
+        texts are in the order of their chats; `counts` has each chat's number of texts.
 
-        Texts of a chat begin alike, so their pieces, each of which begins with a special token, are tokenized once: a
-        fast tokenizer cuts a text there before it does anything else. The longest text of each chat is tokenized whole
-        too; if that gives other tokens, so are all texts of the chat.
+        The texts of a chat begin alike, so they are cut before each special token, and equal pieces are tokenized once:
+        a fast tokenizer makes the same cuts before anything else. The longest text of each chat is tokenized uncut too;
+        if its tokens differ, all texts of the chat are tokenized uncut.
         """
         written = [part for text in texts for part in (text.prompt, text.prompt + text.rest)]
         # a vocabulary may have thousands of special tokens, and a template writes a few
@@ -65,7 +65,7 @@ class AnswerTokens:
         if all_ids[: len(prompt)] != prompt:
             self.rendering.add_note(
                 "chat template: an answer's first characters change the prompt's last token; answers are tokenized "
-                "apart from prompts, as they are generated"
+                "separately, as they are generated"
             )
             all_ids = prompt + self._apart(prompt, all_ids, text.rest)
         self._look_at_lead(divided(chat)[1], all_ids[max(len(prompt) - 1, 0) :])
@@ -81,8 +81,8 @@ class AnswerTokens:
         return all_ids[: ends[0]] if closers and ends else [*all_ids, self.tokenizer.eos_token_id]
 
     def _look_at_lead(self, answer: str, ids: list[int]) -> None:
-        """Add a note if the white space that an answer begins with is not learnt, as templates strip it, or the token
-        before takes it (Phi-3's role tokens). `ids` begin with that token, as decoding drops a first blank."""
+        """Add a note if the white space at an answer's beginning is not learnt: some templates strip it, and some
+        tokens absorb it (Phi-3's role tokens). `ids` begin with the token before, as decoding drops a first blank."""
         if not answer[:1].isspace() or not answer.strip():
             return
         word = answer.split()[0]
@@ -90,16 +90,16 @@ class AnswerTokens:
         if word in written and answer[: answer.index(word)] + word not in written:
             self.rendering.add_note(
                 "warning: white space that answers begin with, such as an indentation, is not learnt: the template or "
-                "a token takes it; choose another --chat-template"
+                "a token removes it; choose another --chat-template"
             )
 
     def _look_at_marks(self, tail: str) -> None:
-        """Add a note if answers end with a mark, such as `<|im_end|>`, that is no special token, and no end token."""
+        """Add a note if the template ends answers with a mark such as `<|im_end|>` that is not a special token."""
         spelled = next(iter(MARK.findall(tail)), None)
         if spelled and not self._closers[tail]:
             self.rendering.add_note(
-                f'warning: the chat template ends answers with "{spelled}", which is no special token: it is learnt as '
-                f"text before {self.tokenizer.eos_token}; --chat-template makes it one"
+                f'warning: the chat template ends answers with "{spelled}", which is not a special token: it is learnt '
+                f"as text before {self.tokenizer.eos_token}; --chat-template makes it a special token"
             )
 
     def _check_control(self, where: str, text: Rendered, all_ids: list[int]) -> None:

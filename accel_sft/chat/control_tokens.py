@@ -1,5 +1,5 @@
-"""Has control tokens in a task's texts, such as `<|im_end|>`, read as characters; those that the chat template writes
-become tokens."""
+"""Makes tokenizers read control tokens in a task's texts, such as `<|im_end|>`, as characters. Only those that the chat
+template writes become tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def special_tokens(tokenizer: Any) -> re.Pattern[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every text in nested lists and objects, names included, as the template writes it: JSON would escape it."""
+    """Every text in nested lists and objects, names included. The texts are not escaped, as they would be in JSON."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -46,7 +46,7 @@ class ControlTokens:
     them, guards are removed, and the result is tokenized by a copy of the tokenizer that knows only that spelling.
 
     Attributes:
-        as_text: whether texts are guarded: if asked for, and if the tokenizer is fast (of the library tokenizers).
+        as_text: whether texts are guarded: only if requested, and if the tokenizer is fast (of the library tokenizers).
         pattern: finds any special token.
     """
 
@@ -64,8 +64,8 @@ class ControlTokens:
         return frozenset(self.tokenizer.decode([token]) for token in ids)
 
     def written(self, chat: Conversation, ends: Collection[str]) -> str | None:
-        """Where a conversation has control tokens: in "answers" if one is in `ends` and in a turn that is learnt, else
-        in "texts"; None if it has none."""
+        """Where a conversation has control tokens: "answers" if a turn that is learnt has one of `ends`, else "texts";
+        None if the conversation has no control tokens."""
         if not self._has_any(chat):
             return None
         learnt = [turn for at, turn in enumerate((*chat.turns, chat.answer)) if at in (*chat.learnt, len(chat.turns))]
@@ -73,7 +73,7 @@ class ControlTokens:
         return "answers" if chat.turns and tokens.intersection(ends) else "texts"  # no turn ends in raw text
 
     def _has_any(self, chat: Conversation) -> bool:
-        """Whether a text has a control token. Schemas of tools, long and shared by answers, are looked through once."""
+        """Whether a text has a control token. Schemas of tools, long and shared by answers, are searched once."""
         if self._in_tools[0] is not chat.tools:
             self._in_tools = chat.tools, any(map(self.pattern.search, _strings(chat.tools)))
         texts = [chat.variables, *(value for turn in (*chat.turns, chat.answer) for value in turn.values())]
@@ -135,7 +135,8 @@ class ControlTokens:
 
     @functools.cached_property
     def _copied(self) -> tuple[Any, dict[int, int]]:
-        """A copy of the tokenizer that spells special tokens with OWN around them; their real ids by the copy's."""
+        """A copy of the tokenizer that spells special tokens with OWN around them; and their real ids by the copy's
+        ids."""
         copied = copy.deepcopy(self.tokenizer.backend_tokenizer)
         copied.no_truncation()
         copied.no_padding()

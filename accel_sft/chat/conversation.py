@@ -1,4 +1,4 @@
-"""Checks what a task gives: the examples of a split, and the turns of an example, with those that are learnt."""
+"""Checks what a task gives: the examples of a split, the turns of an example, and which of them are learnt."""
 
 import json
 import re
@@ -35,12 +35,12 @@ class Conversation(NamedTuple):
     """What is asked and the answer to it.
 
     Attributes:
-        turns: all that precedes the answer; none: the answer is raw text, and every token is learnt.
+        turns: those before the answer; if there are none, the answer is raw text, and every token is learnt.
         answer: the assistant's turn that is learnt, and generated at an evaluation.
         learnt: indices in `turns` of earlier answers that are learnt too.
         tools: schemas for the chat template.
         images: the images of `turns`, in their order.
-        variables: what the chat template is given beside turns and tools.
+        variables: variables of the chat template other than turns and tools.
         continued: the answer continues the text of the only turn: without a chat template they are concatenated.
     """
 
@@ -54,7 +54,7 @@ class Conversation(NamedTuple):
 
     @property
     def offered(self) -> dict[str, Any]:
-        """All that the chat template is given beside the turns, by the names of its variables."""
+        """All variables of the chat template other than the turns, by name."""
         return {**({"tools": self.tools} if self.tools else {}), **(self.variables or {})}
 
     @property
@@ -116,7 +116,7 @@ def wanted(chat: Conversation, thinking: str | None) -> str:
 
 
 def no_text(text: str) -> bool:
-    """Whether a text contains what no text may: a lone surrogate, or characters that have a meaning here."""
+    """Whether a text contains what no text may: a lone surrogate, or the characters of GUARD or OWN."""
     return not text.isprintable() and _NO_TEXT.search(text) is not None
 
 
@@ -138,20 +138,20 @@ def read_split(task: Task, split: str) -> Sequence[Any]:
     if not indexed or isinstance(examples, (Mapping, str, bytes)):
         raise UserError(f"{what} gave {type(examples).__name__}, expected a sequence of examples")
     if not len(examples):
-        raise UserError(f"{what} is empty; one example is the least")
+        raise UserError(f"{what} is empty; it must have at least one example")
     return examples
 
 
 def limited_examples(examples: Sequence[Any], limit: str | None) -> Sequence[Any]:
-    """As many of a split's examples as `--train-limit` says: a number, or a share rounded down, but at least one. Of
-    rows it is a sample, as files are often sorted, of other examples the first ones. All without a limit."""
+    """As many of a split's examples as `--train-limit` says (a number, or a share rounded down, but at least one); all
+    without a limit. Rows are sampled, as files are often sorted; of other examples the first ones are taken."""
     if limit is None:
         return examples
     share = limit.endswith("%")
     number = max(int(len(examples) * Decimal(limit[:-1]) / 100), 1) if share else int(limit)
     if number >= len(examples):
         return examples
-    # a task's own sequence need not know slices
+    # a task's own sequence need not support slices
     return examples.sample(number) if isinstance(examples, Rows) else [examples[at] for at in range(number)]
 
 
@@ -196,8 +196,8 @@ def _conversation(task: Task, examples: Sequence[Any], where: str, index: int) -
         chat = _with_images(chat, images, where)
     if any(map(no_text, chat.texts())):
         raise UserError(
-            f"{where}: a lone surrogate (\\ud800-\\udfff) is not text, and U+E008 U+E009 and U+E00A U+E00B have a "
-            "meaning here; remove it"
+            f"{where}: a lone surrogate (\\ud800-\\udfff) is not text, and U+E008 U+E009 and U+E00A U+E00B are "
+            "reserved; remove them"
         )
     return chat
 
@@ -269,7 +269,7 @@ def _with_turns(turns: Turns, target: list[Any], where: str, images: list[Pictur
         raise UserError(f'{where}: messages() gave a turn with "weight"; only turns of target() are learnt')
     following = checked_turns(target, f"{where}: target()", images)
     if not following or following[-1]["role"] != "assistant":
-        raise UserError(f"{where}: target() gave turns of which the last is not an assistant's")
+        raise UserError(f"{where}: target() gave turns that do not end with an assistant turn")
     for turn in following:
         if (weight := turn.get("weight", 1)) not in (0, 1):
             raise UserError(
@@ -283,6 +283,6 @@ def _with_turns(turns: Turns, target: list[Any], where: str, images: list[Pictur
         raise UserError(f'{where}: every assistant turn of target() has "weight": 0; leave the example out')
     if not learnt[0]:
         raise UserError(
-            f'{where}: the first turn of all is an answer; put the turn it answers before it, or give it "weight": 0'
+            f'{where}: the first turn is an answer; put the turn that it answers before it, or give it "weight": 0'
         )
     return Conversation(every[: learnt[-1]], every[learnt[-1]], tuple(learnt[:-1]))

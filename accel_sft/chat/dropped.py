@@ -55,10 +55,10 @@ def check_all_kept(where: str, chat: Conversation, text: Rendered, *, keeps_thin
 
 
 def unwritten(turns: Turns, prompt: str) -> list[str]:
-    """A line for each thing that a rendered prompt, without guards, lacks and that no row is refused for."""
+    """Return a warning for each thing that a rendered prompt, without guards, lacks although its row is accepted."""
     lines = []
     if any(_lacking(turn, prompt) for turn in turns if "tool_calls" in turn):
-        lines.append("warning: the chat template drops what a turn says beside a call of a tool; no prompt has it")
+        lines.append("warning: the chat template drops the text of turns that call a tool; no prompt contains it")
     names = [turn["name"] for turn in turns if "name" in turn and turn["role"] != "tool"]
     if not all(name in prompt for name in names):
         lines.append("warning: the chat template does not write the names of turns (name); put them into the texts")
@@ -66,8 +66,8 @@ def unwritten(turns: Turns, prompt: str) -> list[str]:
 
 
 def holds(prompt: str, rest: str, target: str) -> bool:
-    """Whether `rest`, which follows a rendered prompt, contains the answer `target`; white space is ignored, which
-    templates strip around an answer, and move around a thinking block, whose opening mark may end the prompt."""
+    """Whether `rest`, which follows a rendered prompt, contains the answer `target`. White space is ignored: templates
+    strip it around an answer, and move it around a thinking block. That block's opening mark may end the prompt."""
     if target.strip() in rest:
         return True
     opened = MARK.findall(prompt)[-1:]
@@ -87,8 +87,8 @@ def _refusal(where: str, text: Rendered, target: str, *, thinks: bool) -> Answer
 
 
 def _missing(turns: Turns, prompt: str) -> tuple[str, str] | None:
-    """The role and text of the first turn of whose texts a rendered prompt lacks one. Turns with calls and JSON results
-    of tools, which templates rewrite or leave out, do not count."""
+    """The first text of a turn that a rendered prompt lacks, after the turn's role. Turns with calls and JSON results
+    of tools do not count: templates rewrite them or leave them out."""
     for turn in turns:
         if "tool_calls" in turn or (turn["role"] == "tool" and turn["content"].lstrip()[:1] in ("{", "[")):
             continue
@@ -98,8 +98,8 @@ def _missing(turns: Turns, prompt: str) -> tuple[str, str] | None:
 
 
 def _lacking(turn: Turn, prompt: str) -> str:
-    """The first text of a turn that a rendered prompt lacks, also as JSON; "" if it lacks none. White space, thinking
-    and the switches `/think` and `/no_think`, which templates rewrite or leave out, do not count."""
+    """The first text of a turn that a rendered prompt contains neither as it is nor as JSON; "" if none is missing.
+    White space, thinking, `/think` and `/no_think` do not count: templates rewrite them or leave them out."""
     content: str = turn["content"]
     if turn["role"] == "assistant":
         content = split_thinking(content)[1].rpartition("</think>")[2]

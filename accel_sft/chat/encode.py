@@ -1,5 +1,5 @@
-"""Turns a task's examples into rows of token ids, step by step; leaves out, cuts or refuses what is too long. Raw text,
-which no chat template writes, becomes windows."""
+"""Turns a task's examples into rows of token ids, a part at a time; leaves out, cuts or refuses what is too long. Raw
+text, which no chat template writes, becomes windows."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def encode_parts(
     images: ImageInputs | None = None,
     on_refused: OnRefused | None = None,
 ) -> Iterator[Encoding]:
-    """Render and tokenize some of a split's examples, a few at a time, and find where answers begin and end. With
-    `on_refused`, which is called for each of them, examples that cannot be encoded are left out."""
+    """Render and tokenize some of a split's examples, a few at a time, and find where answers begin and end. Examples
+    that cannot be encoded raise UserError; with `on_refused`, which is called for each of them, they are left out."""
     encoder = _Encoder(rendering, AnswerTokens(rendering, rules.eos_ids), split, rules, images)
     for part in _parts(task, examples, indices, split, on_refused):
         try:
             yield encoder.encoded(part)
-        except UserError:  # of one example, which is the only one left out
+        except UserError:  # the error of one example: only this example is left out
             if on_refused is None:
                 raise
             for one in part:
@@ -101,7 +101,7 @@ class _Encoder:
                 result.left_out[reason].append(index)
                 continue
             encoded_rows += short
-            result.raw += not chat.turns or self.rendering.template.concatenates  # asked as text, too
+            result.raw += not chat.turns or self.rendering.template.concatenates  # concatenated turns are raw text, too
             if not chat.turns and len(rows) > 1:
                 result.windowed.append(index)
             if short != rows:
@@ -111,7 +111,7 @@ class _Encoder:
         return result
 
     def _left_out(self, chat: Conversation, rows: list[Encoded], short: list[Encoded]) -> str | None:
-        """Why an example is left out, of whose rows `short` are left within `--max-length`; None if it is not."""
+        """Why an example is left out, or None; `short` is what `--max-length` leaves of its `rows`."""
         if not rows:
             return NOTHING_TO_LEARN if not chat.turns and chat.target.strip() else EMPTY_ANSWER
         if not short:
@@ -122,19 +122,19 @@ class _Encoder:
 
     def _windows(self, index: int, text: str) -> list[Encoded]:
         """Return a text and the tokenizer's eos as rows of at most `--max-length` tokens. Each row begins with the last
-        token of the one before, so that each token but the text's first is learnt once; [] if there is none."""
+        token of the row before, so that each token but the text's first is learnt once; [] for a blank text."""
         begin, ids, most = self.rendering.begin, self.rendering.text_ids(text), self.rules.max_length
         if not text.strip() or not ids:
             return []
         end = [self.tokens.tokenizer.eos_token_id]
-        if not self.rendering.control.as_text:  # a text may have the marks of its begin and of its end itself
+        if not self.rendering.control.as_text:  # the text may contain the tokens of its begin and of its end
             begin = [] if ids[: len(begin)] == begin else begin
             last = self.rendering.text_ids(text.rstrip())
             if last[-1:] and last[-1] in self.rules.eos_ids:
                 ids, end = last, []
-        first = "" if self.rendering.begin else "; nothing stands before a text's first token, so that one is not"
+        first = "" if self.rendering.begin else "; a text's first token is not, as nothing precedes it"
         eos = self.tokens.tokenizer.eos_token
-        self.rendering.add_note(f"raw text: every token and {eos} behind it are learnt{first}")
+        self.rendering.add_note(f"raw text: every token, and {eos} after the text, is learnt{first}")
         ids = [*begin, *ids, *end]
         starts = range(0, len(ids) - 1, most - 1)
         return [Encoded(index, ids[at : at + most], 1 if at else max(len(begin), 1)) for at in starts]
@@ -150,7 +150,7 @@ class _Encoder:
         return zip((answer for _, answer in every), texts, tokens, strict=True)
 
     def _rows(self, index: int, answers: list[Answer]) -> list[Encoded]:
-        """The rows of an example whose answers these are; [] if one of them is empty."""
+        """The rows of the example that has these answers; [] if an answer is empty."""
         rows: list[Encoded] = []
         thinking = self.rendering.thinking
         if not all(wanted(answer, thinking).strip() or answer.calls for answer, *_ in answers):
@@ -179,7 +179,7 @@ class _Encoder:
 
 def _append(rows: list[Encoded], row: Encoded) -> None:
     """Add the next answer of a conversation to its last row, if the answer's prompt begins with that row. If not (the
-    template writes earlier answers differently once other turns follow), it gets a row of its own."""
+    template writes earlier answers differently once other turns follow), the answer gets a row of its own."""
     before = rows[-1] if rows else None
     if before and row.input_ids[: min(len(before.input_ids), row.prompt_length)] == before.input_ids:
         rows[-1] = row._replace(earlier=before.spans)
@@ -209,7 +209,7 @@ def _cut(row: Encoded, length: int) -> Encoded | None:
 
 
 def blank_row(inputs: ImageInputs) -> Encoded:
-    """The row of a white image, of which nothing is learnt, for forwards without images under sharded layers."""
+    """A row with a white image and nothing to learn, for forwards without images where layers are sharded."""
     import PIL.Image
 
     picture = Picture(PIL.Image.new("RGB", (_EDGE, _EDGE), "white"))

@@ -103,7 +103,7 @@ class Encoding:
 
     def lines(self) -> list[str]:
         """The notes, and one line for each reason why examples were left out or cut."""
-        cut = "cut to --max-length; their end, an end-of-turn token at least, is not learnt"
+        cut = "cut to --max-length; their end (at least the end-of-turn token) is not learnt"
         by_reason = [*self.left_out.items(), (cut, self.cut)]
         named = [(f"{self.split}: {len(rows)} {reason}", self._named(rows)) for reason, rows in by_reason if rows]
         return [*self.notes, *(f"{line} ({places})" for line, places in named)]

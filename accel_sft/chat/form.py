@@ -16,7 +16,7 @@ ANSWER, _THOUGHT, _TURN = "\ue000\ue001", "\ue002\ue003", "\ue004{}\ue005"
 
 
 HEADER_LEARNT = "warning D215: the model learns to write"
-"""How the note begins on a template that ends no prompt in the answer's header; docs/check.md has the code."""
+"""Begins the note on a template whose prompts do not end with the answer's header; docs/check.md has the code."""
 _OPENED = re.compile(
     r"(?:(?P<bracket><\|?|\[|◁)"
     r"(?P<name>(?!END|end_of)[\w:]*(?:think|thought|reason)[\w:]*)"
@@ -35,19 +35,19 @@ class Form:
     Attributes:
         folds_system: the system text is put before the first user turn's, because the template takes no system role.
         parts: each content is given as a list of one text part.
-        drops_answer: the template drops the answer; nothing else is known then.
-        sound: the prompt without `unwritten` is a prefix of prompt and answer.
+        drops_answer: the template drops the answer; the attributes below are then unknown.
+        sound: the prompt without `unwritten` is a prefix of the rendering with an answer.
         unwritten: the end of the generation prompt that the template leaves out if an answer follows.
-        instead: with an answer, the template replaces `unwritten` by this: its last part, or "".
-        system_moves: the rendering with an answer has no system text, or has it elsewhere; it gives no prompts then.
+        instead: what replaces `unwritten` if an answer follows: the last part of `unwritten`, or "".
+        system_moves: with an answer, the template drops or moves the system text, so the prompt is no prefix.
         lead: what the template writes between the prompt and the answer.
         tail: what the template writes after the answer.
-        closing_mark: the mark that closes the block opened by the generation prompt; "": it opened none.
+        closing_mark: the mark that closes the block opened by the generation prompt; "" if it opens none.
         closing: text that closes that block if the template does not.
-        prompt_end: what is appended to prompts: under `--thinking off`, the end of a block that the prompt opens.
+        prompt_end: text appended to prompts under `--thinking off`: the end of a block that the prompt opens.
         thinking_as: how a target's thinking is given: in the "content", in its own "field", or "written" by Rendering.
-        thinking_marks: what stands before the thinking, and what between the thinking and the answer.
-        own_system: the beginning of what the template writes before the first turn where no turn is the system's.
+        thinking_marks: the texts before the thinking, and between the thinking and the answer.
+        own_system: the beginning of the system prompt that the template writes where no turn is the system's.
     """
 
     folds_system: bool = False
@@ -124,17 +124,18 @@ class Form:
 
 
 class Forms:
-    """Finds the forms of conversations. They depend only on the template, `--thinking`, whether there are tools, and on
-    the order of roles, calls and empty texts beside calls. `note` is called with each line for the user."""
+    """Finds the forms of conversations. A form depends only on the template, `--thinking`, the offered variables (of
+    tools: whether there are any), and the order of roles, calls and empty texts. `note` is called with each line for
+    the user."""
 
     def __init__(self, template: ChatTemplate, thinking: str, note: Callable[[str], None]) -> None:
         self._template, self._thinking, self._note = template, thinking, note
         self._forms: dict[tuple[Any, ...], Form] = {}
 
     def __call__(self, turns: Turns, split: str, offered: dict[str, Any] | None = None) -> Form:
-        """Return the form of conversations with the roles, and the calls, of these turns."""
+        """Return the form of conversations that have the roles and the calls of these turns."""
         offered = offered or {}
-        # a turn with calls, or a system turn, that has no text has none in the probe either: templates check for that
+        # a turn with calls, or a system turn, without text stays without text in the probe: templates check for that
         silent = [not turn["content"].strip() and ("tool_calls" in turn or turn["role"] == "system") for turn in turns]
         called = ("tool_calls" in turn for turn in turns)
         variables = json.dumps({**offered, "tools": "tools" in offered}, sort_keys=True, default=str)
@@ -143,7 +144,7 @@ class Forms:
             probes = [{**turn, "content": "" if silent[at] else _TURN.format(at)} for at, turn in enumerate(turns)]
             try:
                 self._forms[shape] = self._decided(probes, split, offered)
-            except Rejected:  # probes are refused by templates that parse contents, such as a tool's JSON
+            except Rejected:  # templates that parse contents, such as a tool's JSON, refuse probes
                 self._forms[shape] = self._decided(turns, split, offered)
         return self._forms[shape]
 
@@ -161,7 +162,7 @@ class Forms:
         if self._thinking == "keep":
             form = self._with_thinking(form, turns, prompt, split, offered)
         if turns[0]["role"] == "user" and not offered:
-            if "name" in turns[0]:  # some templates write it before the text
+            if "name" in turns[0]:  # some templates write the name before the text
                 unnamed = [{"role": "user", "content": turns[0]["content"]}, *turns[1:]]
                 prompt = self._template.text(form.given(unnamed), split, prompt=True, offered=offered)
             form = dataclasses.replace(form, own_system=_own_system(prompt, turns[0]["content"] or ANSWER))
@@ -174,7 +175,7 @@ class Forms:
         up to the answer, begin to differ."""
         at = _parting(prompt, head)
         unwritten, lead, instead = prompt[at:], head[at:], ""
-        # sound if the texts differ only behind the last turn, and only by marks, not by words such as another header
+        # sound if the texts differ only after the last turn, and only by marks, not by words such as another header
         sound = not unwritten or (turns[-1]["content"] in prompt[:at] and not MARK.sub("", lead).strip())
         others, moves = [turn for turn in turns if turn["role"] != "system"], False
         if not sound and not form.folds_system and 0 < len(others) < len(turns):
@@ -190,8 +191,8 @@ class Forms:
         )
 
     def _accepted(self, turns: Turns, split: str, offered: dict[str, Any]) -> tuple[Form, str, str]:
-        """Return the first form in which the template keeps every text, or else the first that it accepts; and in that
-        form the prompt, and the rendering with an answer."""
+        """Return the first form in which the template keeps every text (if there is none, the first that it accepts).
+        Also return the prompt and the rendering with an answer in that form."""
         folds = (False, True) if any(turn["role"] == "system" for turn in turns) else (False,)
         accepted, refused = [], []
         for form in (Form(folds_system=folds_system, parts=parts) for parts in (False, True) for folds_system in folds):
@@ -203,7 +204,7 @@ class Forms:
                 continue
             accepted.append((form, prompt, full_text))
             texts = (turn["content"].strip() for turn in turns if "tool_calls" not in turn)
-            # text beside calls is often left out
+            # templates often drop the text of turns with calls
             complete = ANSWER in full_text and all(text in prompt for text in texts)
             if complete and not (form.parts and re.search(r"'text'|\"text\"", full_text)):  # the list was printed
                 return accepted[-1]
@@ -277,16 +278,16 @@ def _parting(prompt: str, head: str) -> int:
 
 
 def _remarks(form: Form, turns: Turns) -> list[str]:
-    """A line for each thing that the trainer does beside what the template does itself."""
+    """A line for each thing that the trainer does in addition to the template."""
     lines = []
     if form.folds_system:
         lines.append("chat template: it takes no system message; its text is put before the first user turn's")
     if form.system_moves:
-        lines.append("chat template: it puts the system message elsewhere once an answer follows; it stays as asked")
+        lines.append("chat template: it moves the system message once an answer follows; the trainer keeps it in place")
     if form.unwritten and (form.sound or form.system_moves):
         lines.append(
             f'chat template: prompts end with "{one_line(form.unwritten)}", which it leaves out once an answer '
-            "follows; answers are learnt behind it, as they are generated"
+            "follows; answers are learnt after it, as they are generated"
         )
     if form.prompt_end:
         lines.append(
@@ -298,8 +299,8 @@ def _remarks(form: Form, turns: Turns) -> list[str]:
             "before an answer that has no thinking"
         )
     if form.thinking_as == "written":
-        lines.append("--thinking keep: the chat template drops thinking; it is written behind the prompt as it is")
+        lines.append("--thinking keep: the chat template drops thinking; the trainer writes it after the prompt")
     if all(turn["role"] != "user" for turn in turns):
         roles = "/".join(turn["role"] for turn in turns)
-        lines.append(f"warning: conversations without a user turn (roles {roles}): see that messages() means that")
+        lines.append(f"warning: conversations without a user turn (roles {roles}): check that messages() intends this")
     return lines

@@ -54,7 +54,7 @@ def no_processor() -> Any:
 
 
 class ImageInputs:
-    """Makes placeholders and inputs from images with the model's own processor, which `load` returns at the first."""
+    """Makes placeholders and inputs from images with the model's own processor, which `load` returns at first use."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
         self._load = load
@@ -88,7 +88,7 @@ class ImageInputs:
         if (places := text.count(place)) != len(pictures) or place in rest:
             raise UserError(
                 f"{where}: the chat template makes {places} placeholders ({place}) of {len(pictures)} images; no text "
-                "may have one, and the template must write one for each image"
+                "may contain one, and the template must write one for each image"
             )
         written = [self._placeholders(picture, where) for picture in pictures]
         before, *behind = text.split(place)
@@ -129,7 +129,7 @@ class ImageInputs:
         for of_row, tokens, made_tokens in zip(pictured, of_rows, of_images, strict=True):
             if tokens != made_tokens:
                 raise UserError(
-                    f"{of_row.origin.of(of_row)}: its images make {made_tokens} tokens, and it has {tokens}"
+                    f"{of_row.origin.of(of_row)}: its images make {made_tokens} tokens, but the row has {tokens}"
                 )
         inputs = {}
         for name, value in made.items():
@@ -143,7 +143,7 @@ class ImageInputs:
 
     def begin(self, pictured: list[RowImages]) -> None:
         """Have a thread run the processor for the rows whose `tensors` are made next: it takes 5 to 90 ms an image, in
-        which a GPU would idle. The images are read here, as a task need not bear threads."""
+        which a GPU would idle. The images are read in the calling thread, as a task need not be thread-safe."""
         self._ahead = pictured, _THREAD.submit(self._processed, pictured, self._opened(pictured))
 
     def ids(self, images: RowImages) -> list[int]:
@@ -194,7 +194,7 @@ def pixels_in(inputs: Mapping[str, Any]) -> int:
 
 def _refusal(error: Exception) -> str:
     cause = one_line(f"{type(error).__name__}: {error}", LONGEST_ERROR)
-    return f"the model's processor cannot make it input ({cause}); fix it, or take the row out"
+    return f"the model's processor rejects it ({cause}); fix it, or remove the row"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,10 +215,10 @@ class ImageSource:
         return self._current(images)[1] == images
 
     def pictures(self, images: RowImages) -> tuple[Picture, ...]:
-        """A row's images; an error if they, or the processor's settings, are not those of the row's tokens."""
+        """A row's images; UserError if they or the processor's settings have changed since the row was tokenized."""
         pictures, row_images = self._current(images)
         if row_images != images:
-            raise UserError(f"{self.of(images)}: its images are others than at the start; leave files alone that train")
+            raise UserError(f"{self.of(images)}: its images have changed since the start; do not edit files in use")
         return pictures
 
     def _current(self, images: RowImages) -> tuple[tuple[Picture, ...], RowImages | None]:

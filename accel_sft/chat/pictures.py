@@ -1,4 +1,4 @@
-"""Images that a task gives: in the parts of a turn, their marks in its text, their hashes, and their pixels."""
+"""Reads the images that a task gives in parts of turns: their marks in the turn's text, their hashes, their pixels."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Picture:
 
     def opened(self) -> Any:
         """The image as transformers opens it: a file upright and in RGB, a PIL image as it is. What is transparent
-        becomes white, as vLLM and Qwen's own code have it."""
+        becomes white, as in vLLM and Qwen's own code."""
         if not isinstance(self.given, (str, bytes)):
             return self._on_white(self.given)
         content = self._file()
@@ -139,7 +139,7 @@ def _file_or_bytes(value: str, what: str, *, encoded: bool) -> str | bytes:
 
 
 def read_parts(content: Sequence[Any], what: str) -> tuple[str, list[Picture]]:
-    """Return the text of a content that is a list of parts, with IMAGE_MARK for each image, and return the images."""
+    """Return the text of a content that is a list of parts, with IMAGE_MARK for each image, and the images."""
     text, pictures = [], []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
@@ -154,7 +154,7 @@ def read_parts(content: Sequence[Any], what: str) -> tuple[str, list[Picture]]:
 
 
 def unmarked(text: str, what: str) -> str:
-    """The text, unless it has IMAGE_MARK, which would be taken for an image: that is an error."""
+    """Return the text; UserError if it contains IMAGE_MARK, which would be taken for an image."""
     if IMAGE_MARK in text:
         raise UserError(f"{what} gave a text with the characters U+E006 U+E007, which mean an image here; remove them")
     return text

@@ -34,7 +34,7 @@ class Rendering:
     """A tokenizer's chat template, used alike in training and evaluation, with `--thinking`, the day (YYYY-MM-DD) and
     `--control-tokens` fixed.
 
-    `notes` has a line for each thing that is done here beside what the template itself does.
+    `notes` has a line for each thing that is done in addition to the template.
     """
 
     def __init__(
@@ -102,16 +102,16 @@ class Rendering:
         return self.control.ids([self.control.guarded(Conversation([], {"role": "text", "content": text})).target])[0]
 
     def ends(self) -> list[int]:
-        """The special tokens that the template writes behind an answer; [] if there is no template, or it fails.
+        """The special tokens that the template writes after an answer; [] if there is no template, or it fails.
 
-        Those that a question's turn ends with too are first, then the answer's own, such as `</answer>`, from the last.
+        Those that also end a question's turn come first, then the answer's own (such as `</answer>`), last first.
         """
         if self.template.concatenates:
             return []
         turns = [{"role": "user", "content": "?"}]
         try:
             tails = self.prompt(turns).rpartition("?")[2], self.form(turns, "prompt").tail
-        except UserError:  # the task's own messages may pass; they are encoded next, and say why if not
+        except UserError:  # the task's messages, encoded next, may pass; if not, their error says why
             return []
         written = {match[0] for tail in tails for match in self.control.pattern.finditer(tail)}
         question_ends, answer_ends = (
@@ -120,13 +120,13 @@ class Rendering:
         return sorted(answer_ends, key=[*question_ends, *answer_ends[::-1]].index)
 
     def call_ends(self) -> list[int]:
-        """The special tokens behind a turn's last call, if the last of them is written once for two calls, and so ends
-        the turn, as `<|call|>`; else [], also if the template takes no calls."""
+        """The special tokens after a turn's last call, if the last of them, such as `<|call|>`, ends the turn: two
+        calls have it once. Else [], also if the template takes no calls."""
         for calls in () if self.template.concatenates else ([_CALL, _CALL], [_CALL]):
             turns: Turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
             try:
                 text = self.template.text(turns, "prompt", prompt=False, offered={"tools": []})
-            except UserError:  # some take one call alone
+            except UserError:  # some templates take only one call
                 continue
             _, called, tail = text.rpartition(_ARGUMENTS["of"])
             marks = [match[0] for match in self.control.pattern.finditer(tail)]

@@ -32,11 +32,11 @@ def no_template(name: str) -> str:
 
 
 class Rejected(UserError):
-    """A chat template rejects messages, or fails on them; in another form it may take them."""
+    """A chat template rejects messages, or fails on them; it may accept them in another `Form`."""
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, with `--thinking` and the day (None: that of the rendering) fixed. It takes guarded
+    """A tokenizer's chat template, with `--thinking` and the day (None: the day of rendering) fixed. It takes guarded
     texts.
 
     Attributes:
@@ -63,7 +63,7 @@ class ChatTemplate:
         self.arguments: dict[str, Any] = {name: on for name in names if re.search(rf"\b{name}\b", both)}
 
     def source_of(self, offered: dict[str, Any]) -> str:
-        """The text of the template that writes conversations which offer this, as transformers chooses it."""
+        """The text of the template that transformers chooses for conversations that offer these variables."""
         return self._of_tools if self._of_tools and "tools" in offered else self.source
 
     def check(self, continued: bool) -> None:
@@ -125,6 +125,6 @@ def dated(template: str, day: str | None) -> str:
 
 
 def _has_python_arguments(turns: Turns, text: str) -> bool:
-    """Whether a template wrote a call's arguments, an object, as Python's repr; it may expect them as JSON text."""
+    """Whether a template wrote a call's arguments, an object, as Python's repr; it may expect JSON text instead."""
     every = (call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ()))
     return any(str(arguments) in text and str(arguments) != json.dumps(arguments) for arguments in every)

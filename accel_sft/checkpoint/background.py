@@ -90,7 +90,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def save(self, state: dict[str, Any], extra: shards.Extra | None = None, *, wait: bool = False) -> Path:
         """Begin the step's checkpoint: the trained parameters, their optimizer state and `state`; all ranks call it.
 
-        A step's random state is made from the seed, the step and the rank, so there is none to save. `state` is JSON
+        A step's random state is made from the seed, the step and the rank, so it is not saved. `state` is JSON
         with the key `step`, and must not change afterwards; `extra` are further tensors, equal on all ranks. With
         `wait` the checkpoint is complete when this returns, and no host memory is used for a copy.
         """
@@ -157,7 +157,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
     def _agree(self, job: Future[Any] | None) -> None:
         """Wait for this rank's job; all ranks raise if one rank's job has failed."""
-        if job is None:  # on all ranks alike
+        if job is None:  # then no rank has a job
             return
         try:
             by_each_rank(job.result)
@@ -185,13 +185,13 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             raise
         except Exception as error:
             trouble = trouble_of_writing(error, self.run_dir.path)
-            trouble = trouble or f"a checkpoint cannot be written ({one_line(str(error), LONGEST_ERROR)})"
+            trouble = trouble or f"a checkpoint cannot be written ({one_line(str(error), LONGEST_ERROR)}); fix this"
             raise UserError(f"{self.run_dir}: {trouble}, then go on with --resume auto") from error
 
     def _write(
         self, write: Callable[..., manifest.Entries], pieces: Iterable[shards.Piece], partial: Path
     ) -> manifest.Entries:
-        """Write this rank's files, after any export has succeeded, and for rank 0 their sizes and SHA-256."""
+        """After any export has succeeded, write this rank's files, and for rank 0 a list of their sizes and SHA-256."""
         if self._export is not None:
             self._export.result()
         files = write(pieces)

@@ -50,10 +50,8 @@ def newest(run_dir: RunDir, resume: str) -> tuple[Path | None, list[str]]:
         try:
             manifest.verify(path)
             return path, skipped
-        except manifest.Damaged as damage:
+        except (manifest.Damaged, OSError) as damage:
             defect = printable(str(damage))
-        except OSError as error:
-            defect = f"{error.filename} cannot be read ({error.strerror})"
         if resume != "auto":
             raise UserError(f"--resume {resume}: {defect}")
         skipped.append(f"{path}: passed over: {defect}")
@@ -81,7 +79,7 @@ def load(
     """Load weights, optimizer state and `averages`, written under any parallelism; return the checkpoint's `state`."""
     state = manifest.about(path)
     if not all(isinstance(state.get(key), dict) for key in ("layout", "loss_scale")):
-        raise UserError(f"{path}: not a checkpoint of accel_sft; name another one, or start a new run with --init-from")
+        raise UserError(f"{path}: not a checkpoint of accel_sft; name another, or start a new run with --init-from")
     before, current = state["layout"].get("precision"), layout_of(accelerator)["precision"]
     if before != current:
         then, now = ("float32" if precision == "no" else precision for precision in (before, current))
@@ -120,7 +118,7 @@ def export(
         unwrapped.save_pretrained(str(partial), state_dict=weights)
         if not adapter:
             complete_config(partial, str(dtype).removeprefix("torch.") if dtype else None, base)
-        if adapter and unwrapped.get_base_model().can_generate():  # peft writes none, and the base's may stop elsewhere
+        if adapter and unwrapped.get_base_model().can_generate():  # peft saves none, and the base's may stop elsewhere
             unwrapped.get_base_model().generation_config.save_pretrained(str(partial))
         (partial / "README.md").write_text(card, encoding="utf-8")
         for file in beside:
@@ -133,7 +131,7 @@ def export(
     waits = behind is None or not behind.has_room_for(weights)
     if main:
         partial = begin_folder(target)
-        save_tokenizer(tokenizer, partial)  # now, since the next evaluation uses the tokenizer
+        save_tokenizer(tokenizer, partial)  # now, because the next evaluation uses the tokenizer
         if dtype or not waits:
             _copy(weights, unwrapped, dtype)
     if behind and not waits:

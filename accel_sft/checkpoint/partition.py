@@ -20,7 +20,7 @@ SCALES = ("absmax1", "absmax2")
 
 
 class Span(NamedTuple):
-    """Elements `start` to `start + size` of the flattened parameter `name`; at `offset` in the partition's tensor."""
+    """Elements `start` to `start + size` of the flattened parameter `name`, at `offset` of the partition's tensor."""
 
     name: str
     start: int
@@ -82,8 +82,8 @@ def partitions(accelerator: Accelerator, model: Any, optimizer: Any, writing: bo
 def _of_parameters(
     accelerator: Accelerator, optimizer: Any, names: dict[int, str], writing: bool
 ) -> Iterator[Partition]:
-    """A torch optimizer updates the parameters directly: unsharded, as FSDP's shards of the first dimension, or as
-    shards under tensor parallelism (`by_rows`); in half precision, DeepSpeed's stage 0 updates float32 copies."""
+    """A torch optimizer updates the parameters directly. They are unsharded, FSDP's shards of the first dimension, or
+    shards under tensor parallelism (`by_rows`). In half precision, DeepSpeed's stage 0 updates float32 copies."""
     inner = getattr(optimizer, "optimizer", optimizer)
     parameters = stepped = [p for group in inner.param_groups for p in group["params"]]
     if hasattr(optimizer, "fp32_groups"):
@@ -142,7 +142,7 @@ def _of_stages_1_and_2(zero: Any, names: dict[int, str], writing: bool) -> Itera
 
 
 def _of_stage_3(accelerator: Accelerator, zero: Any, names: dict[int, str], writing: bool) -> Iterator[Partition]:
-    """A rank updates its part of every parameter, padded to one size on all ranks; NVMe offload keeps it on disk."""
+    """A rank updates its part of every parameter, padded to one size on all ranks. NVMe offload keeps parts on disk."""
     if writing:
         zero._partition_all_parameters()
     for number, parameters in enumerate(zero.fp16_groups):
@@ -155,7 +155,7 @@ def _of_stage_3(accelerator: Accelerator, zero: Any, names: dict[int, str], writ
             start = size * accelerator.process_index
             if (real := min(size, parameter.ds_numel - start)) > 0:
                 spans.append(Span(names[id(parameter)], start, offset, real))
-        # under Twin-Flow sub-groups that stay on the device are stepped by a torch AdamW beside the host's
+        # under Twin-Flow, a second optimizer (torch's AdamW) updates the sub-groups that stay on the device
         beside = zero.offload_optimizer and zero.subgroup_to_device[number] != "cpu"
         optimizer = zero.backup_optimizer if beside else zero.optimizer
         yield Partition(zero.fp32_partitioned_groups_flat[number], spans, optimizer)
@@ -187,6 +187,6 @@ def by_rows(tensor: Any) -> Any:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a tensor that it has rows of, flattened."""
+    """This rank's elements of a tensor that is unsharded or sharded by rows, flattened."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.detach().view(-1)

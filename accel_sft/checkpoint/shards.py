@@ -1,9 +1,9 @@
 """Writes a checkpoint's trained weights and optimizer state, by parameter, and reads them under any parallelism.
 
 Under every backend each rank owns spans of flattened parameters, in float32, and AdamW's two moments (or another
-optimizer's state) of the same elements. It writes each span under its parameter's name and place. Nothing is
-gathered, and a rank under another parallelism reads the elements that it owns. Files are safetensors; numbers are
-read back bit for bit (law 3).
+optimizer's state) of the same elements. The rank writes each span under its parameter's name and offset. Nothing
+is gathered, and a rank under another parallelism reads the elements that it owns. Files are safetensors; numbers are
+read back bit for bit.
 """
 
 import json
@@ -62,7 +62,7 @@ class HostCopy(dict[str, torch.Tensor]):
             pinned = _on_gpu(tensor) and self.refused is None
             try:
                 self[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-            except RuntimeError as error:  # cudaHostAlloc's, by a limit of pinned memory, for one
+            except RuntimeError as error:  # from cudaHostAlloc, for example at a memory limit
                 if not pinned:
                     raise
                 self.refused = one_line(str(error), LONGEST_ERROR)
@@ -73,16 +73,16 @@ class HostCopy(dict[str, torch.Tensor]):
 class Averages:
     """Float32 averages of the tensors that the optimizer updates; under ZeRO, of this rank's float32 copies.
 
-    Averages start as the first weights. Update number t (from 0) takes min(decay, (1 + t) / (10 + t)) of the averages
-    and the rest of the weights, as in TensorFlow's ExponentialMovingAverage: a constant decay of 0.999 would keep 60%
-    of the first weights in the averages of a run of 500 steps.
+    Averages start as the first weights. Update t (from 0) keeps the share min(decay, (1 + t) / (10 + t)) of the
+    averages and takes the rest from the weights, as TensorFlow's ExponentialMovingAverage does. With a constant decay
+    of 0.999, the first weights would still make up 60% of the averages after 500 steps.
     """
 
     def __init__(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, decay: float) -> None:
         self.accelerator, self.model, self.optimizer, self.decay = accelerator, model, optimizer, decay
-        self.updates = 0  # so far; a checkpoint keeps it
+        self.updates = 0  # so far; saved in checkpoints
         self._stepped = [partition.tensor for partition in partitions(accelerator, model, optimizer)]
-        self.tensors = [flat(tensor).to(torch.float32, copy=True) for tensor in self._stepped]  # as `partitions` come
+        self.tensors = [flat(tensor).to(torch.float32, copy=True) for tensor in self._stepped]  # as in `partitions`
         self._plain: list[torch.Tensor | None] = []
 
     def update(self) -> None:
@@ -94,7 +94,7 @@ class Averages:
 
     def put_in(self) -> None:
         """Have the model compute with the averages until `take_out`, which restores every bit; all ranks call it. Under
-        DeepSpeed they are copied to the forwards' weights, elsewhere swapped with the weights, one tensor at a time."""
+        DeepSpeed the averages are copied to the forwards' weights, else swapped with the weights, tensor by tensor."""
         masters = []
         for partition, average in zip(self._partitions(), self.tensors, strict=True):
             if partition.copied:
@@ -136,7 +136,7 @@ def copied(
     memory: HostCopy | None = None,
 ) -> Iterator[Piece]:
     """Yield copies of this rank's spans, file by file; every rank must consume all of them, in its main thread. Copies
-    in `memory` are complete after the last piece; without `memory`, each piece has its own."""
+    in `memory` are complete after the last piece; without `memory`, each piece has its own tensors."""
     piece: Piece = {}
     size, on_gpu = 0, accelerator.device.type == "cuda"
 
@@ -182,8 +182,8 @@ def write(pieces: Iterable[Piece], folder: Path, rank: int) -> manifest.Entries:
 
 
 def _safetensors(piece: Piece) -> Iterator[memoryview]:
-    """Yield the bytes of a safetensors file, without copies; the library's own writer cannot hash on the way. Tensors
-    with larger elements come first, so that each is aligned, as the format requires."""
+    """Yield the bytes of a safetensors file, without copies; the library's own writer cannot hash while it writes.
+    Tensors with larger elements come first, so that each is aligned, as the format requires."""
     ordered = sorted(piece.items(), key=lambda item: -item[1].itemsize)
     header, end = {}, 0
     for key, tensor in ordered:
@@ -197,7 +197,7 @@ def _safetensors(piece: Piece) -> Iterator[memoryview]:
 
 
 def read(accelerator: Accelerator, model: Any, optimizer: Any, folder: Path, averages: Averages | None = None) -> None:
-    """Read what `write` wrote under any parallelism from `folder`, which has a manifest; every rank calls it."""
+    """Read from `folder`, which has a manifest, what `write` wrote under any parallelism; every rank calls this."""
     stored, counted = _Stored(folder), set()
     for number, partition in enumerate(partitions(accelerator, model, optimizer, writing=True)):
         for span in partition.spans:
@@ -221,7 +221,7 @@ def read(accelerator: Accelerator, model: Any, optimizer: Any, folder: Path, ave
 
 
 def read_extra(folder: Path) -> Extra:
-    """The `extra` that `write` was given."""
+    """The `extra` tensors of a checkpoint."""
     extra: dict[str, dict[str, torch.Tensor]] = {}
     stored = _Stored(folder)
     for kind, name in stored.places:
@@ -231,9 +231,9 @@ def read_extra(folder: Path) -> Extra:
 
 
 def _count_up(optimizer: Any, steps: int) -> None:
-    """Run this many steps of DeepSpeed's CPU Adam on a tensor of zeros. It multiplies the powers of its betas step by
-    step; started at a later step, it would compute them directly, with a different last bit."""
-    # the group has the run's betas; in the optimizer's defaults accelerate leaves the library's own
+    """Run this many steps of DeepSpeed's CPU Adam on a tensor of zeros. The optimizer multiplies the powers of its
+    betas step by step; started at a later step, it would compute them directly, with a different last bit."""
+    # the group has the run's betas; the optimizer's defaults stay the library's own under accelerate
     beta1, beta2 = optimizer.param_groups[0]["betas"]
     zeros = [torch.zeros(1) for _ in range(4)]
     for step in range(1, steps + 1):
@@ -274,7 +274,7 @@ class _Stored:
 
         self.folder = folder
         self.places: dict[tuple[str, str], dict[int, tuple[int, Any, str]]] = {}
-        for path in manifest.paths(folder):  # and not every file in the folder
+        for path in manifest.paths(folder):  # not other files of the folder
             try:
                 file: Any = safe_open(path, framework="pt")
                 for key in file.keys():  # noqa: SIM118, not a mapping
@@ -302,8 +302,8 @@ class _Stored:
             into.detach().copy_(rows.redistribute(placements=into.placements))
         if copied != span.size:
             raise UserError(
-                f"{self.folder}: has {kind} of {copied:,} of {span.size:,} elements of {span.name}, as of another "
-                "model or version; start a new run with --init-from"
+                f"{self.folder}: has {kind} of {copied:,} of {span.size:,} elements of {span.name}: another "
+                "model or version wrote it; start a new run with --init-from"
             )
 
     def tensor(self, kind: str, name: str) -> torch.Tensor:

@@ -27,15 +27,15 @@ from accel_sft.tools.verify.command import verify
 
 
 class TaskGroup(click.Group):
-    """A group whose task commands are known by metadata, and whose tasks are each imported when they are called."""
+    """A group that knows its task commands from metadata, and imports a task when its command is called."""
 
     def __init__(self, *args: Any, tool: TaskTool = TRAIN, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.tool = tool
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take the task from the `--config` file if options stand where its name is expected, or from behind the file:
-        `--config run.yaml math` is `math --config run.yaml`."""
+        """Where an option stands instead of the task's name, take the name from after the `--config` file
+        (`--config run.yaml math` is `math --config run.yaml`), or else from the file."""
         path, behind = _config_file(args) if args and args[0].startswith("-") else (None, 0)
         if path and args[behind:] and not args[behind].startswith("-"):
             args = [args[behind], *args[:behind], *args[behind + 1 :]]
@@ -92,7 +92,7 @@ class TaskGroup(click.Group):
 
 
 def _config_file(args: list[str]) -> tuple[str | None, int]:
-    """The value of `--config` among these words, and the place of the word behind it."""
+    """The value of `--config` among these words, and the index of the word after that value."""
     for place, word in enumerate(args):
         if word == "--":
             break
@@ -104,18 +104,18 @@ def _config_file(args: list[str]) -> tuple[str | None, int]:
 
 
 _SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
-_SETTINGS["token_normalize_func"] = lambda name: name.replace("_", "-")  # as others' users write: --learning_rate
+_SETTINGS["token_normalize_func"] = lambda name: name.replace("_", "-")  # users of other trainers write --learning_rate
 
 
 @click.group(cls=TaskGroup, context_settings=_SETTINGS)
 @click.version_option(accel_sft.__version__, prog_name="accel-sft")
 @click.option(
-    "--config", metavar="FILE", expose_value=False, help="Train what a YAML file says: a run's run.yaml does so again."
+    "--config", metavar="FILE", expose_value=False, help="Train as a YAML file says; a run's run.yaml repeats the run."
 )
 def cli() -> None:
     """Fine-tune causal language models on tasks, each a small plugin.
 
-    TASK is an installed task's name, or a Python file that has one: ./mytask.py or ./mytask.py:MyTask.
+    TASK is the name of an installed task, or a Python file with a task: ./mytask.py or ./mytask.py:MyTask.
 
     On several processes: accelerate launch --config_file accelerate_configs/z2.yaml -m accel_sft TASK
     """

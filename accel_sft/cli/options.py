@@ -1,5 +1,5 @@
-"""Options of the command line: those made from settings, which may have several values where they are compared, and
-those of a comparison itself."""
+"""Options of the command line: those made from settings (in a comparison they take several values), and a comparison's
+own options."""
 
 import functools
 from typing import Any
@@ -17,8 +17,8 @@ _METAVARS = {str: "TEXT", int: "INTEGER", float: "NUMBER"}
 
 
 def make_option(setting: Setting, repeated: bool = False) -> list[click.Option]:
-    """The click option of a setting. It has no default, so that all values are read and checked in one place. If it may
-    be `repeated`, its values are joined by commas, as for names of rows."""
+    """The click option of a setting. It has no default, so that all values are read and checked in one place. If the
+    option may be `repeated`, or names rows, its values are joined by commas."""
     help = help_of(setting)
     if setting.type is bool:
         return [click.Option([f"{setting.flag}/--no-{setting.flag[2:]}", setting.name], default=None, help=help)]
@@ -39,7 +39,8 @@ def make_list_option(setting: Setting, repeated: bool) -> list[click.Option]:
     [option] = make_option(setting, repeated)
     given: dict[str, Any] = {"multiple": True, "help": help_of(setting), "shell_complete": option.shell_complete}
     if setting.type is bool:
-        off = click.Option([f"--no-{setting.flag[2:]}", f"no_{setting.name}"], is_flag=True, help="Off; on,off: both.")
+        negated, both = f"--no-{setting.flag[2:]}", f"Off; {setting.flag} on,off: both."
+        off = click.Option([negated, f"no_{setting.name}"], is_flag=True, help=both)
         return [click.Option([setting.flag, setting.name], is_flag=False, flag_value="on", metavar="", **given), off]
     return [click.Option([setting.flag, setting.name], metavar=option.metavar, **given)]
 
@@ -85,24 +86,24 @@ def _own(flag: str, help: str, **settings: Any) -> click.Option:
 
 
 _ROUNDS = (
-    _own("--repeat", "Rounds: how often each setting is run.", type=click.IntRange(1), default=3),
-    _own("--discard-steps", "First steps of each run that do not count.", type=click.IntRange(0), default=3),
+    _own("--repeat", "Number of rounds; each setting runs once a round.", type=click.IntRange(1), default=3),
+    _own("--discard-steps", "First steps of each run to leave out of the results.", type=click.IntRange(0), default=3),
 )
 _LAUNCHES = (
-    _own("--launch", "Launch files, and single (no launcher, the default).", multiple=True, metavar="NAME,..."),
-    _own("--num-processes", "The launcher's: processes; not for single, which is one.", multiple=True, metavar="N,..."),
-    _own("--mixed-precision", "The launcher's: precision.", multiple=True, metavar="no|fp16|bf16,..."),
+    _own("--launch", "Launch files; single: no launcher (the default).", multiple=True, metavar="NAME,..."),
+    _own("--num-processes", "The launcher's processes; single has one.", multiple=True, metavar="N,..."),
+    _own("--mixed-precision", "The launcher's precision.", multiple=True, metavar="no|fp16|bf16,..."),
 )
 _RUNS = (
-    _own("--time-limit", "Of each run.", type=click.FloatRange(0, min_open=True), metavar="MINUTES", default=60.0),
+    _own("--time-limit", "Per run.", type=click.FloatRange(0, min_open=True), metavar="MINUTES", default=60.0),
     _own("--keep-weights", "Keep the weights of each run; they are deleted otherwise.", is_flag=True),
     _own("--output-dir", "The comparison's folder; default runs/compare-<task>-<time>.", metavar="TEXT"),
     _own("--dry-run", "Print each setting and its command, and stop.", is_flag=True),
 )
 _CURVE = (
-    _own("--sizes", "Three or more numbers of rows; default: all, and four halvings of them.", metavar="N,..."),
-    _own("--seeds", "Trainings of each number of rows.", type=click.IntRange(1, 100), default=2),
+    _own("--sizes", "Three or more numbers of rows; default: all rows, halved up to four times.", metavar="N,..."),
+    _own("--seeds", "Trainings with each number of rows.", type=click.IntRange(1, 100), default=2),
 )
 COMPARISON = {"Comparison": (*_LAUNCHES, *_ROUNDS, *_RUNS)}
 LEARNING_CURVE = {"Learning curve": (*_CURVE, *_LAUNCHES, *_RUNS)}
-"""The options of `compare` and of `how-much` that are no settings, by the heading above them in the help."""
+"""Options of `compare` and of `how-much` that are not settings, by their heading in the help."""

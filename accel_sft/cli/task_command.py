@@ -1,5 +1,5 @@
-"""The command of a task: its options made from settings, read and checked together, and help that fits the terminal.
-Only running it imports torch."""
+"""The command of a task: makes options from settings, reads and checks them together, and prints help that fits the
+terminal. Only running a command imports torch."""
 
 import collections
 import re
@@ -76,7 +76,8 @@ class TaskCommand(click.Command):
         super().__init__(name, params=params, help=help, context_settings=completing)
 
     def _words_of_a_run(self, ctx: click.Context) -> Callable[[Sequence[str]], Any]:
-        """Return a function that takes a run's words, and returns the options in them and what reads their settings."""
+        """Return a function of a run's words. It returns the names of the options in them, and a function that reads
+        the settings."""
         trains = TaskCommand(self.name, self.task_class, "")
 
         def parse(words: Sequence[str]) -> tuple[set[str], Callable[[], tuple[TrainConfig, Task]]]:
@@ -115,7 +116,7 @@ class TaskCommand(click.Command):
         return record[0], help_of(setting, limits=False)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Raise a UserError that says what to write instead, for options that people know from other trainers."""
+        """For options of other trainers, raise a UserError that says what to write instead."""
         words, flags = [*args], {flag for param in self.params for flag in param.opts}
         try:
             return super().parse_args(ctx, args)
@@ -128,7 +129,7 @@ class TaskCommand(click.Command):
         except click.UsageError as error:
             if "unexpected extra argument" not in error.message:
                 raise
-            advice = "each value needs its option (--train-file A --train-file B), and a switch has none (--compile)"
+            advice = "each value needs its option (--train-file A --train-file B); a switch has no value (--compile)"
             raise click.UsageError(f"{error.message}; {advice}", error.ctx) from None
 
     def invoke(self, ctx: click.Context) -> None:
@@ -149,7 +150,7 @@ class TaskCommand(click.Command):
         self.tool.run(self.name, task, config)
 
     def read(self, ctx: click.Context) -> tuple[TrainConfig, Task]:
-        """Return the trainer's settings and the task. If the tool opens no data, required files get dummy names."""
+        """Return the trainer's settings and the task. If the tool reads no data, required files get dummy names."""
         given = {name: value for name, value in ctx.params.items() if _is_typed(ctx, name)}
         try:
             return self._read(given)
@@ -163,7 +164,7 @@ class TaskCommand(click.Command):
     def _read(self, given: dict[str, Any]) -> tuple[TrainConfig, Task]:
         """Return trainer's settings and task: the command line overrides the YAML file, which overrides the defaults.
 
-        A UserError has every problem of the file, of each value and between values.
+        A UserError has all problems: of the file, of single values, and of values that conflict.
         """
         every = [setting for offered in self.offers.values() for setting in offered]
         problems = [line for s in every if s.name in given and (line := s.problem(given[s.name]))]
@@ -175,7 +176,7 @@ class TaskCommand(click.Command):
                 raise UserError(*error.problems, *problems) from None
             named = task_in(path)
             if named and not same_task(named, self.name):
-                of_file.append(f"--config {path}: task: {named}, and the command line says {self.name}; leave one out")
+                of_file.append(f"--config {path}: task: {named}, but the command line says {self.name}; leave one out")
             problems = [*of_file, *problems]
         built: list[Any] = []
         for cls, offered in self.offers.items():
@@ -205,7 +206,7 @@ class TaskCommand(click.Command):
         return tuple(built)
 
     def _built(self, cls: type, values: dict[str, Any], of_run: dict[str, Any]) -> Any:
-        """Build settings from `values`, without those of a run's record (`of_run`) that do not go with those given."""
+        """Build settings from `values`, without those of a run's record (`of_run`) that conflict with given ones."""
         try:
             return registry.build(self.name, cls, values)
         except UserError as error:
@@ -213,7 +214,7 @@ class TaskCommand(click.Command):
             unfit = {s.name: s.flag for s in self.task_settings if s.name in of_run and s.flag in blamed}
             if not unfit or values.keys() <= of_run.keys():
                 raise
-            line = f"note: {' and '.join(unfit.values())} of the run's record: left out beside these options"
+            line = f"note: of the run's record, left out in conflict with these options: {', '.join(unfit.values())}"
             print(line, file=sys.stderr)
         return registry.build(self.name, cls, {name: value for name, value in values.items() if name not in unfit})
 
@@ -223,7 +224,7 @@ def _is_typed(ctx: click.Context, name: str) -> bool:
 
 
 def _refuse_clashes(task: str, params: Iterable[click.Parameter]) -> None:
-    """Refuse a tool if one of its own options is also the task's; an option of training never is (`api/task.py`)."""
+    """Refuse a tool if one of its own options is also the task's. For options of training, `api/task.py` does this."""
     flags = collections.Counter(flag for option in params for flag in (*option.opts, *option.secondary_opts))
     if clash := " and ".join(flag for flag, times in flags.items() if times > 1):
         raise UserError(f"task {task}: option {clash} is this command's own and the task's too; rename it in the task")

@@ -1,4 +1,4 @@
-"""What each command does with a task, in one table: which options it takes, which its help lists, and what it runs."""
+"""A table of the commands that take a task: which options each takes, which ones its help lists, and what it runs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class TaskTool:
         run: called with the task's name, the task and the settings. If the tool `compares`: with the name, the task's
             class, the settings that may have several values, the command's parameters, and a function that parses the
             words of one run.
-        takes, lists: names of the settings that the command takes, and that `--help` lists; None: all (basic) ones.
-        missing_rows: "refused" when the command line is read; "reported" by the tool; or "unread": the tool opens no
-            data, and required options that name files may be left out.
+        takes: names of the settings that the command takes; None: all.
+        lists: names of the settings that `--help` lists; None: the basic ones.
+        missing_rows: how missing data files are handled. "refused": when the command line is read; "reported": by the
+            tool; "unread": the tool reads no data, and required options that name files may be left out.
     """
 
     run: Callable[..., None]
@@ -75,12 +76,12 @@ def _runs(module: str, function: str = "run") -> Callable[..., None]:
 def _settings_of_the_run(
     name: str, task_settings: Sequence[Setting], model: str, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the task's settings of the run that `--model` names, except those given; `recorded_options` may refuse."""
+    """Return the task's settings that the run of `--model` recorded, without those given; raises UserError."""
     from accel_sft.io.run_dir import RunDir
     from accel_sft.io.run_record import recorded_options
 
     same_data = click.get_current_context().params["same_data"]
-    if given.get("url"):  # --model is then a server's name, of no run
+    if given.get("url"):  # --model is then a server's name for a model, not a run
         if same_data:
             raise UserError("--same-data: a server records no data; with --url name the data by its options")
         return {}
@@ -88,18 +89,18 @@ def _settings_of_the_run(
     if record and record["task"] != recorded_name(name):
         record = None
     if same_data and not (record and record["task_options"] and not record.get("in_card")):
-        raise UserError(f"--same-data: --model {model} is no run of {name}; name the data by its options")
+        raise UserError(f"--same-data: --model {model} is not a run of {name}; name the data by its options")
     return recorded_options(record, task_settings, given, f"--model {model}", same_data=same_data) if record else {}
 
 
 _MOST_USED = _names("model init_from adapter max_length global_batch_size epochs max_steps")
-_SAME_DATA = "Evaluate on the files that the record of the run --model names, without naming them again."
+_SAME_DATA = "Evaluate on the files that the run of --model recorded."
 _RUN_WORDS = click.Argument(["run_words"], nargs=-1, metavar="[-- OPTIONS]", type=click.UNPROCESSED)
 _AS_TRAINING = "Training's options are accepted: put this word before the task of any training command."
 TRAIN = TaskTool(summary="Train, evaluate and save a model for this task.", run=_runs("accel_sft.commands.train"))
 TOOLS = {
     "evaluate": TaskTool(
-        summary="Score a model on a task's validation examples, beside its base if you name one.",
+        summary="Score a model, and its base if you name one, on a task's validation examples.",
         run=_runs("accel_sft.commands.evaluate"),
         config_class=EvaluateConfig,
         takes=_names(
@@ -113,8 +114,8 @@ TOOLS = {
     "compare": TaskTool(
         summary="Measure launch files and settings against each other: time, memory, loss, by real launches.",
         does="Every option of the trainer and the task may have several values: --micro-batch-size 1,32, or the option "
-        "once for each. Only the latter where a value may have commas itself: --lora-target-modules, --tracker, --mix, "
-        "--train-only, and the task's text options. What stands behind -- is given to every run as it is.",
+        "repeated. Repeat options whose values may have commas: --lora-target-modules, --tracker, --mix, --train-only, "
+        "and the task's text options. Every run gets the options after -- unchanged.",
         run=_runs("accel_sft.tools.compare.command"),
         takes=_TRAINING - _names("output_dir resume dry_run debug"),
         lists=frozenset(),
@@ -123,9 +124,9 @@ TOOLS = {
         compares=True,
     ),
     "how-much": TaskTool(
-        summary="Train on ever more of a task's rows, and forecast what further rows would bring.",
-        does="A `compare` of --train-limit and --seed: its folder, an interrupt, and what is behind -- are as there. "
-        "A part is the first rows of the file, so shuffle a file that is sorted.",
+        summary="Train on growing parts of a task's rows, and forecast what more rows would bring.",
+        does="It compares values of --train-limit and --seed: the folder, an interrupt and the options after -- work "
+        "as in `compare`. Each part of a file's rows is a random sample, and is within every larger part.",
         run=_runs("accel_sft.tools.how_much.command"),
         takes=_TRAINING - _names("output_dir resume dry_run debug train_limit seed"),
         lists=_MOST_USED,
@@ -151,9 +152,9 @@ TOOLS = {
         missing_rows="reported",
     ),
     "rehearse": TaskTool(
-        summary="Go through a whole run on a shrunk model before it is paid for: what would fail, when, and the fix.",
-        does="In minutes, on CPUs: the real options, data, tokenizer, template and launch file, a random model of the "
-        f"same family. {_AS_TRAINING} Exit status: 0 if the run holds, 1 if a stage of it would fail.",
+        summary="Try a whole run on a shrunk model before you pay for it: what would fail, when, and the fix.",
+        does="It takes minutes on CPUs, with the real options, data, tokenizer, template and launch file, and a random "
+        f"model of the same family. {_AS_TRAINING} Exit status: 0 if the run holds, 1 if a stage of it would fail.",
         run=_runs("accel_sft.tools.rehearse.command"),
         config_class=RehearseConfig,
         lists=_MOST_USED,
@@ -168,4 +169,4 @@ TOOLS = {
         argument=click.Argument(["out"], metavar="OUT"),
     ),
 }
-"""The commands that a task has besides its training."""
+"""The commands that a task has in addition to training."""

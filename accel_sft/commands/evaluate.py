@@ -45,8 +45,8 @@ from accel_sft.training.prepare import Assembly
 
 
 def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
-    """Score `--base`, if given, and `--model` on any launch, or the server at `--url`; print the scores side by side,
-    and write `--output-dir`."""
+    """Score `--model`, and `--base` if given, on any launch; or score the server at `--url`. Print the scores side by
+    side, and write `--output-dir`."""
     if config.url:
         return _served(task_name, task, config)
     launch, name = begin(), recorded_name(task_name)
@@ -85,7 +85,7 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
 
 
 def _served(task_name: str, task: Task, config: EvaluateConfig) -> None:
-    """Score the answers of the server at `--url`; no weights, and no tokenizer, are loaded."""
+    """Score the answers of the server at `--url`; load neither weights nor a tokenizer."""
     if problems := [*problems_of_served(task), *one_process("evaluate --url")]:
         raise UserError(*problems)
     endpoint = Endpoint(config.url or "", config.model or None, config.key_from, config.timeout)
@@ -144,14 +144,14 @@ def _differences(trained: Trained, task_name: str, precision: str) -> list[str]:
     if trained.record["task"] != task_name:
         notes.append(f"note: {trained.name} was trained for {trained.record['task']}, and is scored as {task_name}")
     if of_run != precision:
-        notes.append(f"note: the run computed in another precision; for its numbers add --mixed_precision {of_run}")
+        notes.append(f"note: the run computed in another precision; to get its numbers, add --mixed_precision {of_run}")
     return notes
 
 
 def _remembered(trained: Trained, task_name: str, task: Task) -> list[str]:
     """Return a warning if the run was trained on validation examples of this evaluation.
 
-    The run's training rows are read again with its recorded options, if they name the same files as `task`.
+    The run's training rows are read again with its recorded options, if these options and `task` name the same files.
     """
     run = trained.record
     if run is None or run["task"] != task_name:

@@ -26,16 +26,16 @@ _FILE: dict[str, Any] = {"type": click.Path(), "metavar": "FILE"}  # a shell com
 @click.argument("model", type=click.Path(), metavar="RUN_OR_MODEL")
 @click.argument("prompt", required=False)
 @click.option("--file", **_FILE, help="Prompts: a line of text each, or JSONL with `messages` or `prompt`.")
-@click.option("--image", **_FILE, multiple=True, help="An image of PROMPT, before it or at its <image>; repeatable.")
-@click.option("--output", **_FILE, help="The answers to those of --file, as JSONL; a new file.")
+@click.option("--image", **_FILE, multiple=True, help="Image to put before PROMPT, or at its <image>; repeatable.")
+@click.option("--output", **_FILE, help="A new file for the answers to --file, as JSONL.")
 @click.option("--interactive", is_flag=True, help="Talk to the model; answers appear as they are generated.")
-@click.option("--base", metavar="MODEL", help="Answer with this model too; auto: what the run began with.")
-@click.option("--system", metavar="TEXT", help="System message; default: the run's own. An empty one: none.")
+@click.option("--base", metavar="MODEL", help="Answer with this model too; auto: the run's initial model.")
+@click.option("--system", metavar="TEXT", help="System message, empty for none; default: the run's own.")
 @click.option("--chat-template", metavar="TEMPLATE", help="chatml, a Jinja file, or the model whose template to take.")
 @click.option("--thinking", metavar="off|template|keep", help="As in training; default: the run's own, else template.")
 @click.option("--control-tokens", metavar="text|tokens", help="As in training; default: the run's own, else text.")
-@click.option("--template-date", metavar="DAY", help="YYYY-MM-DD told to templates; default: the run's, else today.")
-@click.option("--max-new-tokens", type=int, help=f"Longest answer; default: the run's own, else {LONGEST_ANSWER}.")
+@click.option("--template-date", metavar="DAY", help="YYYY-MM-DD for chat templates; default: the run's, else today.")
+@click.option("--max-new-tokens", type=int, help=f"Tokens of an answer; default: the run's own, else {LONGEST_ANSWER}.")
 @click.option(
     "--temperature",
     type=click.FloatRange(0, 100),
@@ -61,8 +61,8 @@ def generate(ctx: click.Context, model: str, **options: Any) -> None:
     For example: accel-sft generate runs/math-20261120-101500 "365="
 
     RUN_OR_MODEL is a run's folder (its best/ weights, or else final/), exported weights, an adapter, or a hub id.
-    Prompts are asked as the model was trained: with the run's own thinking, system message and longest answer; after a
-    training on raw text they are texts to go on with.
+    The model is asked as it was trained: with the run's own thinking, system message and maximum length of an answer.
+    A model that was trained on raw text continues the prompt.
     """
     problems = [*_problems(options), *absent_weights(model, "RUN_OR_MODEL")]
     begin_command(ctx, debug=options["debug"], problems=problems)
@@ -75,16 +75,16 @@ def _problems(options: dict[str, Any]) -> list[str]:
     if sum(options[name] not in (None, False) for name in ("prompt", "file", "interactive")) != 1:
         lines.append("give one of these: a PROMPT, --file FILE, or --interactive")
     if options["image"] and options["prompt"] is None:
-        lines.append("--image goes with a PROMPT")
+        lines.append("--image needs a PROMPT")
     if options["prompt"] is not None and not options["prompt"].strip():
-        lines.append("PROMPT: empty; write what is to be answered")
+        lines.append("PROMPT: empty; write a text to answer")
     if bool(options["file"]) != bool(options["output"]):
         lines.append("--file and --output go together: name a file of prompts and a new file for the answers")
     if options["output"] and Path(options["output"]).exists():
         lines.append(f"--output {options['output']}: is there already; name a new file")
     for name in ("top_p", "top_k"):
         if options[name] is not None and not options["temperature"]:
-            lines.append(f"{flag_of(name)} needs --temperature above 0: without it nothing is drawn")
+            lines.append(f"{flag_of(name)} needs --temperature above 0, which switches sampling on")
     return lines
 
 
@@ -111,11 +111,11 @@ def _run(trained: Trained, options: dict[str, Any]) -> None:
     raw = trained.raw_text and config.chat_template is None
     if options["file"]:
         chats, names = read_prompts(options["file"], system)
-    else:  # before a talk, one without a question
+    else:  # for --interactive, a chat without a question
         chats, names = [prompt_with(options["prompt"] or "", options["image"], system)], ["PROMPT"]
     images = any(chat.images for chat in chats)
     if raw and (options["interactive"] or images or any(chat.tools or chat.turns[1:] for chat in chats)):
-        raise UserError(f"{trained.name}: trained on raw text; give a text to go on with, or a --chat-template")
+        raise UserError(f"{trained.name}: trained on raw text; give a text to continue, or a --chat-template")
     talking, answers = {}, {}
     with terminal.quiet(None, config.debug, shown_on=2) as out:
 
@@ -155,7 +155,7 @@ def _run(trained: Trained, options: dict[str, Any]) -> None:
 
 
 def _write(output: str, chats: list[Any], answers: dict[str, list[Any]], most: int) -> None:
-    """Write the answers as JSONL: the model's as `generated`, the base's, if asked for, as `base`."""
+    """Write the answers as JSONL: the model's as `generated`, and with `--base` the base's as `base`."""
     rows = []
     for chat, (*before, last) in zip(chats, zip(*answers.values(), strict=True), strict=True):
         row = {"messages": chat.turns, **({"tools": chat.tools} if chat.tools else {})}

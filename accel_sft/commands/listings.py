@@ -12,7 +12,7 @@ from accel_sft.io.terminal import wrapped
 from accel_sft.launch.info import FOLDER, shipped
 
 NAME, VARIABLE = "accel-sft", "_ACCEL_SFT_COMPLETE"
-"""The program's name, and the environment variable with which the script asks it for completions."""
+"""The program's name, and the environment variable by which the shell's script asks the program for completions."""
 _INSTALLED = {
     "bash": "echo 'eval \"$(accel-sft completion bash)\"' >> ~/.bashrc",
     "zsh": "echo 'eval \"$(accel-sft completion zsh)\"' >> ~/.zshrc",
@@ -20,13 +20,13 @@ _INSTALLED = {
 }
 _BEFORE_SCRIPT = {"zsh": "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }"}
 """Lines that a shell must run before the script: a plain zsh has its completion system switched off."""
-_ONCE = "\b\nOnce, for every shell that is started from then on:\n" + "\n".join(f"  {c}" for c in _INSTALLED.values())
+_ONCE = "\b\nRun once; shells that start later complete words:\n" + "\n".join(f"  {c}" for c in _INSTALLED.values())
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="As JSON, with versions, entry points and why one is broken.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with versions, entry points and problems.")
 def tasks(as_json: bool) -> None:
-    """List the installed tasks, their versions, and the broken ones and why."""
+    """List the installed tasks and their versions, and say why a broken task is broken."""
     listed = [_described(plugin) for plugin in registry.plugins()]
     if as_json:
         click.echo(json.dumps(listed, indent=2, ensure_ascii=False))
@@ -42,7 +42,7 @@ def tasks(as_json: bool) -> None:
 
 
 def _described(plugin: registry.Plugin) -> dict[str, Any]:
-    """What `tasks --json` says of a task, which is imported for that."""
+    """The entry of a task in `tasks --json`; this imports the task."""
     summary, problems = plugin.summary, []
     try:
         summary = registry.summary_of(registry.load_plugin(plugin), plugin.summary)
@@ -70,7 +70,7 @@ def launch_file(name: str | None) -> None:
 
     Then: accelerate launch --config_file z2.yaml -m accel_sft TASK
 
-    A DeepSpeed JSON that a launch file names is printed by its own name, as z3_twin_flow.json; keep it beside the file.
+    To print the DeepSpeed JSON of a launch file, name it: z3_twin_flow.json. Keep both files in one folder.
     """
     files = shipped()
     if name is None:
@@ -93,8 +93,8 @@ def launch_file(name: str | None) -> None:
 def completion(ctx: click.Context, shell: str) -> None:
     """Print the script that completes words of accel-sft in your shell: bash, zsh or fish.
 
-    Names of installed tasks are completed, files that tasks are in, the options of training, and those of the tasks
-    chat, math and ner. The code of other tasks does not run for that, so their own options are not completed.
+    It completes names of installed tasks, files with tasks, the options of training, and the options of the tasks
+    chat, math and ner. It does not run other tasks' code, and so does not complete their options.
     """
     completion_class = get_completion_class(shell)
     assert completion_class  # click knows the three shells

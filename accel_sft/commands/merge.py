@@ -29,7 +29,7 @@ _CONVERTER = "convert_hf_to_gguf.py"
 @click.command()
 @click.argument("run", type=click.Path(), metavar="RUN")
 @click.argument("out", type=click.Path(), metavar="[OUT]", required=False)
-@click.option("--dtype", type=MERGED, help="Of the weights; default: as the base's files.")
+@click.option("--dtype", type=MERGED, help="Type of the weights; default: that of the base's files.")
 @click.option("--gguf", metavar="FILE", help="Write a GGUF file for llama.cpp too; OUT may then be left out.")
 @click.option("--gguf-type", type=_GGUF, metavar=f"[{'|'.join(_GGUF.choices)}]", default="auto", help="Of its weights.")
 @click.option("--converter", metavar="PATH", help="llama.cpp's convert_hf_to_gguf.py; default: the one on PATH.")
@@ -42,8 +42,8 @@ def merge(ctx: click.Context, run: str, out: str | None, **options: Any) -> None
     For example: accel-sft merge runs/math-20261120-101500 merged --gguf merged.gguf
 
     RUN is a run's folder (its best/ adapter, or else final/) or an adapter's. The sum is made in float32 on the CPU,
-    compared with base and adapter apart, rounded once, and written into OUT, a new folder, whole or not at all. With
-    --gguf, RUN may have full weights too.
+    checked against the base with the adapter unmerged, and rounded once. It is written into OUT, a new folder, whole or
+    not at all. With --gguf, RUN may also have full weights.
     """
     begin_command(ctx, debug=options["debug"], problems=absent_weights(run, "RUN"))
     gguf = options["gguf"]
@@ -97,7 +97,7 @@ def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code
     card = Path(folder) / "README.md"
     text = of_merged(card.read_text(encoding="utf-8")) if card.is_file() else None
     if text is None:
-        return [*lines, "note     README.md is not one of accel_sft's; the merged weights have none"]
+        return [*lines, "note     README.md is not a model card of accel_sft; the merged weights get none"]
     (target / "README.md").write_text(text, encoding="utf-8")
     return lines
 
@@ -116,7 +116,7 @@ def _find_converter(named: str | None) -> str:
 
 @contextlib.contextmanager
 def _beside(target: Path) -> Iterator[Path]:
-    """Inside, there is a folder beside a GGUF file that is to be written; UserError: the file cannot be new there."""
+    """Make a temporary folder beside the GGUF file to be written; raise UserError if it exists or cannot be written."""
     if target.exists():
         raise UserError(f"--gguf {target}: is there already; name a new file")
     try:
@@ -128,7 +128,7 @@ def _beside(target: Path) -> Iterator[Path]:
 
 
 def _write_gguf(weights: str, made_in: Path, target: Path, kind: str, converter: str) -> None:
-    """Convert a folder of full weights into the file `target`, which is there whole or not at all."""
+    """Convert a folder of full weights into the file `target`, which is written whole or not at all."""
     partial = made_in / target.name
     command = [sys.executable, converter, weights, "--outfile", str(partial), "--outtype", kind]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
@@ -137,5 +137,5 @@ def _write_gguf(weights: str, made_in: Path, target: Path, kind: str, converter:
         log = Path(tempfile.mkdtemp(prefix="accel-sft-gguf-"), "log")
         log.write_text(done.stdout, encoding="utf-8")
         reason = one_line(last[0], LONGEST_ERROR) if last else f"exit status {done.returncode}"
-        raise UserError(f"--gguf {target}: {converter} failed: {reason}; all of it is in {log}; try a newer converter")
+        raise UserError(f"--gguf {target}: {converter} failed: {reason}; its output is in {log}; try a newer converter")
     shutil.move(partial, target)

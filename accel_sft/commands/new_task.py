@@ -1,4 +1,4 @@
-"""`accel-sft new-task`: writes a small task that learns, as a plugin with a test or as one file, to be changed."""
+"""`accel-sft new-task`: writes a small working task to start from, as a plugin with a test or as one file."""
 
 import importlib.util
 import re
@@ -30,7 +30,7 @@ py-modules = ["{module}"]
 """
 
 _MODULE = '''\
-"""A small task that learns. Change it into your own: rows, what `parse` takes as a row, prompt, answer and score."""
+"""A small task that works. Make it your own: change the rows, what `parse` accepts, the prompt, answer and score."""
 
 from dataclasses import dataclass
 
@@ -44,7 +44,7 @@ class {cls}(Task):
     main_metric = "accuracy"
 
     train_file: str | None = option(None, rows=True, help="Rows with question and answer; default: a sample.")
-    validation_file: str | None = option(None, rows=True, help="The same, to evaluate; default: a tenth of the others.")
+    validation_file: str | None = option(None, rows=True, help="Rows to evaluate on; default: a tenth of the others.")
 
     def dataset(self, split):
         """The examples of "train" or "validation"; none may be in both."""
@@ -73,7 +73,7 @@ class {cls}(Task):
 
 
 def parse(row):
-    """A row of a file as an example; what is wrong with it is told by file and line."""
+    """Turn a row of a file into an example; an error names the file and the line."""
     for field in ("question", "answer"):
         if not isinstance(row.get(field), str):
             raise RowProblem(field, "text")
@@ -88,7 +88,7 @@ from accel_sft.testing import TaskConformance
 
 
 class Test{cls}(TaskConformance):
-    task = {cls}()  # give options that have no default here
+    task = {cls}()  # give here the options without a default
 
 
 def test_the_task_is_found_by_its_name():
@@ -99,19 +99,19 @@ def test_the_task_is_found_by_its_name():
 @click.command("new-task")
 @click.argument("name")
 @click.argument("directory", type=click.Path(), required=False)
-@click.option("--file", "one_file", is_flag=True, help="Write one file instead, NAME.py, which needs no installing.")
+@click.option("--file", "one_file", is_flag=True, help="Write one file instead, NAME.py, which you need not install.")
 def new_task(name: str, directory: str | None, one_file: bool) -> None:
     """Start a task of your own: a plugin named NAME in DIRECTORY (default: accel-sft-NAME)."""
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name):
-        raise UserError(f"NAME {name!r}: use lower-case letters, digits and hyphens, a letter first")
+        raise UserError(f"NAME {name!r}: use lower-case letters, digits and hyphens, and begin with a letter")
     if name in (registry.RESERVED | registry.SHIPPED.keys() | registry.names().keys()):
-        raise UserError(f"NAME {name!r}: a tool or an installed task has it; choose another")
+        raise UserError(f"NAME {name!r}: a tool or an installed task has this name; choose another")
     identifier, cls = re.sub("-+", "_", name), f"{name.title().replace('-', '')}Task"
     values = {"name": name, "module": f"accel_sft_{identifier}", "cls": cls, "version": accel_sft.__version__}
     if one_file:
         target = Path(directory or ".") / f"{identifier}.py"
         if not target.exists() and importlib.util.find_spec(identifier):
-            raise UserError(f"NAME {identifier}: a module of Python or a library is called so; choose another")
+            raise UserError(f"NAME {identifier}: a module of Python or of a library has this name; choose another")
         templates = {target: _MODULE}
     else:
         target = Path(directory or f"accel-sft-{name}")

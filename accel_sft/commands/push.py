@@ -1,4 +1,4 @@
-"""`accel-sft push`: uploads a run's weights, tokenizer and model card to a hub, and other files only if asked for."""
+"""`accel-sft push`: uploads a run's weights, tokenizer and model card to a hub, and files that `--also` names."""
 
 import json
 import re
@@ -23,7 +23,7 @@ from accel_sft.io.text import one_line, printable
 @click.argument("run", type=click.Path(), metavar="RUN")
 @click.argument("repo", metavar="REPO")
 @click.option(
-    "--what", type=click.Choice(["best", "final", "merged"]), help="Default: best/, or final/ where there is none."
+    "--what", type=click.Choice(["best", "final", "merged"]), help="Default: best/, or final/ if there is no best/."
 )
 @click.option("--private", is_flag=True, help="Make a new repository private; refuse a public one.")
 @click.option("--base-model", metavar="HUB_ID", help="Hub id of an adapter's base, if the base is a local folder.")
@@ -38,8 +38,8 @@ def push(ctx: click.Context, run: str, repo: str, **options: Any) -> None:
 
     For example: accel-sft push runs/math-20261120-101500 org/math-0.5B --private
 
-    RUN is a run's folder, or a folder of exported weights. REPO is made if it is not there. The token is HF_TOKEN's, or
-    that of `hf auth login`; HF_ENDPOINT names another hub.
+    RUN is a run's folder, or a folder of exported weights. REPO is created if it does not exist. The token comes from
+    HF_TOKEN or from `hf auth login`; HF_ENDPOINT names another hub.
     """
     begin_command(ctx, debug=options["debug"])
     from huggingface_hub import get_token
@@ -69,7 +69,7 @@ def push(ctx: click.Context, run: str, repo: str, **options: Any) -> None:
         if left:
             print(terminal.wrapped(printable(f"not uploaded: {', '.join(left)} (--also names files)")), file=out)
         if "README.md" in files:
-            print("README.md shows a prompt of the validation data; see that it may be seen", file=out)
+            print("README.md shows a prompt of the validation data; check that you may publish it", file=out)
         if options["dry_run"]:
             return
         with terminal.waiting(f"uploading to {repo}"):
@@ -82,7 +82,7 @@ def _folder(run: str, what: str | None) -> Path:
     chosen = Path(run, what) if what in ("best", "final") else RunDir.weights_in(run)
     folder = expanded(str(chosen), "RUN")
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise UserError(f"RUN {run}: no weights in {folder}; name a run's folder, or one of exported weights")
+        raise UserError(f"RUN {run}: no weights in {folder}; name a run's folder, or a folder of exported weights")
     return folder
 
 
@@ -93,7 +93,7 @@ def _on_its_hub_id(source: Path, folder: Path, base_model: str | None) -> dict[s
     content = read_json(source / "adapter_config.json")
     base = base_model or hub_id(str(content.get("base_model_name_or_path")))
     if base is None:
-        raise UserError(f"{source}: its base is a folder that nobody else has; name its hub id: --base-model ORG/NAME")
+        raise UserError(f"{source}: its base is a local folder; name the base's hub id: --base-model ORG/NAME")
     _check_name(base, "--base-model")
     files = {"adapter_config.json": folder / "adapter_config.json"}
     content |= {"base_model_name_or_path": base, **({"revision": None} if base_model else {})}
@@ -144,12 +144,12 @@ def _upload(files: Mapping[str, Path], repo: str, private: bool, message: str) -
     try:
         url = api.create_repo(repo, private=private, exist_ok=True)
         if private and not api.repo_info(repo).private:
-            raise UserError(f"{repo}: this repository is public, and --private was asked for; nothing was uploaded")
+            raise UserError(f"{repo}: this repository is public, but you gave --private; nothing was uploaded")
         operations = [CommitOperationAdd(name, path) for name, path in files.items()]
         api.create_commit(repo, operations, commit_message=message)
     except HfHubHTTPError as error:
         refused = f"answers {error.response.status_code}: {one_line(error.server_message or str(error), 200)}"
-        raise UserError(f"the hub {api.endpoint} {refused}; see that the token may write to {repo}") from error
+        raise UserError(f"the hub {api.endpoint} {refused}; check that the token may write to {repo}") from error
     except (HTTPError, OSError, ValueError, KeyError) as error:  # the last two: from a server that is no hub
         cause = one_line(str(error) or type(error).__name__, 200)
         raise UserError(f"the hub {api.endpoint} cannot be reached ({cause}); see HF_ENDPOINT") from error

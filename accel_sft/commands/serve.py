@@ -1,4 +1,4 @@
-"""`accel-sft serve`: prints and runs the command of a server that others maintain, with the flags that a run needs."""
+"""`accel-sft serve`: prints and runs the command of a third-party server, with the flags that a run needs."""
 
 import importlib.util
 import json
@@ -32,9 +32,9 @@ _NEEDS = {
 @click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS]")
 @click.option("--with", "program_kind", type=click.Choice([*_NEEDS]), default="vllm", show_default=True, help="Server.")
 @click.option("--program", metavar="PATH", help="The server's program; default: the one on PATH.")
-@click.option("--gguf", metavar="FILE", help="The file that llama.cpp serves, as `accel-sft merge --gguf` writes it.")
-@click.option("--name", metavar="NAME", help="What clients call the model; default: the run's folder.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; 0.0.0.0: every one.")
+@click.option("--gguf", metavar="FILE", help="The file for llama.cpp to serve; `accel-sft merge --gguf` writes it.")
+@click.option("--name", metavar="NAME", help="The model's name for clients; default: the run's folder.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; 0.0.0.0: all.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port to listen at.")
 @click.option("--print", "only_print", is_flag=True, help="Print the command, and do not run it.")
 def serve(run: str, more: tuple[str, ...], **options: Any) -> None:
@@ -60,7 +60,7 @@ def serve(run: str, more: tuple[str, ...], **options: Any) -> None:
     words = [program or words[0], *words[1:], "--host", options["host"], "--port", str(options["port"]), *more]
     click.echo(shlex.join(words))
     if trained.raw_text:
-        click.echo("trained on raw text: ask at /v1/completions, where no chat template is used", err=True)
+        click.echo("trained on raw text: use /v1/completions, which applies no chat template", err=True)
     if options["only_print"]:
         return
     path = shutil.which(words[0])
@@ -69,12 +69,12 @@ def serve(run: str, more: tuple[str, ...], **options: Any) -> None:
     sys.stdout.flush()
     try:
         os.execv(path, words)
-    except OSError as error:  # no program of this machine, or a script that does not say of what
+    except OSError as error:  # not a program for this machine, or a script without #!
         raise UserError(f"{path}: cannot be run ({error.strerror}); name the server's program with --program") from None
 
 
 def _words(kind: str, folder: str, name: str, trained: Trained, gguf: str | None) -> list[str]:
-    """The words of the server's command, but for its address."""
+    """The words of the server's command, without its address."""
     dtype = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(trained.precision or "", "auto")
     off = trained.record is not None and trained.record["config"].get("thinking") == "off"
     no_thinking = '{"enable_thinking": false}'
@@ -108,10 +108,11 @@ def _vllm(folder: str, name: str) -> list[str]:
         raise UserError(f"--with vllm: vLLM cannot serve {unserved[0]}, which {source.adapter} has; {_MERGE}")
     with errors_explained(source.weights):
         multimodal = "text_config" in PreTrainedConfig.get_config_dict(source.weights)[0]
-    # its weights' names would match none of vLLM's, which vLLM would not report
+    # vLLM would match none of the adapter's weight names, and would not report it
     if multimodal and not is_of_whole(source.adapter):
-        raise UserError(f"--with vllm: {source.adapter} is of a part of its base alone; {_MERGE}")
+        raise UserError(f"--with vllm: {source.adapter} adapts only the language model of its base; {_MERGE}")
     rank = max([adapter["r"], *(adapter.get("rank_pattern") or {}).values()])
     rank = next((most for most in _LORA_RANKS if most >= rank), rank)
     words += ["--tokenizer", source.adapter, "--enable-lora", "--max-lora-rank", str(rank)]
-    return [*words, "--lora-modules", json.dumps({"name": name, "path": source.adapter})]  # either may have a "="
+    module = json.dumps({"name": name, "path": source.adapter})  # not name=path: either may contain "="
+    return [*words, "--lora-modules", module]

@@ -83,7 +83,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
 
 
 def _precision_of_run(*, output_dir: str | None, resume: str) -> str | None:
-    """Return the first precision of a resumed run, which stays unless the launch names one; None for a new run."""
+    """Return the precision with which a resumed run began; None for a new run. A launch that names one overrides it."""
     run_dir = RunDir(expanded(output_dir or ""))
     resumes = output_dir and resume != "off" and run_dir.record.is_file() and run_dir.has_trained()
     return precision_in_record(run_dir.read_record()) if resumes else None
@@ -140,8 +140,8 @@ def _explained(run_dir: RunDir, signals: StopSignals, error: BaseException) -> B
     if trouble := trouble_of_writing(error, run_dir.path):
         return UserError(f"{run_dir}: {trouble}, then go on with --resume auto")
     if "Expected to have finished reduction" in str(error):  # by DDP, which waits for every gradient
-        waits = "a trained weight gets no gradient, for which data parallel training waits"
-        return UserError(f"{waits}; leave it out with --train-only (a launch with accelerate_configs/z2.yaml names it)")
+        waits = "a trained weight gets no gradient, but data parallel training waits for one"
+        return UserError(f"{waits}; leave it out by --train-only (a launch with accelerate_configs/z2.yaml names it)")
     if lost := signals.lost_peers(EXPLAIN_SECONDS):  # a broken collective's error does not name the lost ranks
         return UserError(lost)
     return error

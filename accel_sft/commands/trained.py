@@ -31,7 +31,7 @@ def begin_command(ctx: click.Context, *, debug: bool, problems: Sequence[str] = 
 
 
 def one_process(command: str) -> list[str]:
-    """Return a line that refuses a launch of several ranks, which would all do the same work; empty for one process."""
+    """Return a line that refuses a launch of several ranks, which would all do the same work; [] for one process."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return []
     return [f"{command} runs in one process: start it as `accel-sft {command}`, without accelerate launch"]
@@ -39,7 +39,7 @@ def one_process(command: str) -> list[str]:
 
 class Trained:
     """A trained model as the command line names it: a run (its best/ weights, or else its final/), saved weights, an
-    adapter or a hub id. `record` is the run.json of the run that wrote the weights, if one did."""
+    adapter or a hub id. `record` is the run.json of the run that wrote the weights; None if no run did."""
 
     def __init__(self, name: str) -> None:
         self.name, self.weights = name, RunDir.weights_in(name)
@@ -49,13 +49,13 @@ class Trained:
 
     @property
     def precision(self) -> str | None:
-        """The run's precision: in another one, the model may answer differently."""
+        """The run's precision. In another precision, the model may answer differently."""
         from accel_sft.launch.precision import precision_in_record
 
         return precision_in_record(self.record) if self.record else None
 
     def settings(self, config: EvaluateConfig, *more: str) -> EvaluateConfig:
-        """Return `config`, resolved, with the run's own values of settings, `more` among them, that were not given."""
+        """Return `config`, resolved. If a setting of `_OF_RUN` or `more` was not given, it takes the run's value."""
         if problems := config.problems():
             raise UserError(*problems)
         if self.record:
@@ -65,13 +65,13 @@ class Trained:
             taken = {name: value for name, value in of_run.items() if value is not None and name not in given}
             config = dataclasses.replace(config, **taken)
             if problems := config.problems():
-                raise UserError(*(f"{line}; so says the run.json of {self.name}" for line in problems))
+                raise UserError(*(f"{line}; the run.json of {self.name} says so" for line in problems))
         config = config.resolved({})
         return dataclasses.replace(config, template_date=config.template_date or time.strftime("%Y-%m-%d"))
 
     def sources(self, base: str | None, revision: str | None = None) -> dict[str, Any]:
-        """Return what to load, by side: "model" alone, or "base" and "tuned"; the base "auto" is what the run or the
-        adapter began with."""
+        """Return the sources to load, by side: "model" without a base, else "base" and "tuned". The base "auto" is the
+        model that the run or the adapter started from."""
         from accel_sft.models.source import as_it_began, began_with, find_source
 
         source = find_source(self.weights, revision=revision)

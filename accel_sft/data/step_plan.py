@@ -1,4 +1,4 @@
-"""Decides which rows of tokens each optimizer step learns from, by data, shares, seed and global batch size alone."""
+"""Decides which rows of tokens each optimizer step learns from, given only data, shares, seed and global batch size."""
 
 import functools
 import math
@@ -15,10 +15,10 @@ from accel_sft.data.token_store import StoredEncoding
 class StepPlan:
     """A pure function of (data, shares of its sources, seed, global batch size): the rows of every optimizer step.
 
-    The rows are read as an endless stream, in which the sources take turns by their shares (`taking_turns`), each with
-    one permutation per pass over it; step k takes the next `global_batch_size` rows, across an epoch's end if need be.
-    An epoch is a pass over the source that lasts longest, each of whose rows is seen exactly once in it; the last step
-    ends with the last epoch. There is no state: a resumed run asks for the next step.
+    The rows form an endless stream, in which the sources take turns by their shares (`taking_turns`). Each pass over a
+    source has its own permutation. Step k takes the next `global_batch_size` rows, even across an epoch's end. An epoch
+    is one pass over the source that lasts longest, and has each of this source's rows once; the last step ends with the
+    last epoch. There is no state: a resumed run asks for the next step.
 
     Args:
         lengths, supervised: number of tokens, and of supervised tokens, of each row; shape (rows,).
@@ -59,12 +59,12 @@ class StepPlan:
         return self._rows[source][drawn.permutation(len(self._rows[source]))]
 
     def _when(self, rows: int) -> int:
-        """Return how long the stream is when the longest-lasting source has given so many rows."""
+        """Return the length of the stream until the longest-lasting source has given this number of rows."""
         rounds, turn = divmod(rows - 1, self.shares[self._longest])
         return rounds * len(self._turns) + int(self._places[self._longest][turn]) + 1 if rows else 0
 
     def _count(self, source: int, length: int) -> int:
-        """Return how many of the stream's first `length` rows are of a source."""
+        """Return how many of the stream's first `length` rows come from a source."""
         rounds, rest = divmod(length, len(self._turns))
         return rounds * self.shares[source] + int(np.searchsorted(self._places[source], rest))
 
@@ -100,7 +100,7 @@ class StepPlan:
         return math.floor(self.epoch(step)) > math.floor(self.epoch(step - 1))
 
     def seen(self, steps: int) -> list[dict[str, Any]]:
-        """Return what each source has, and what of it the first `steps` steps saw, for result.json."""
+        """Return, for result.json, how many rows each source has, and how much of it the first `steps` steps saw."""
         sources_seen = []
         for source, (name, rows) in enumerate(self.sources.items()):
             count = self._count(source, self._end(steps))
@@ -111,7 +111,7 @@ class StepPlan:
         return sources_seen
 
     def mean(self, numbers: np.ndarray) -> float:
-        """Return the mean of the rows' `numbers` in the stream: sources count by their shares."""
+        """Return the mean of the rows' `numbers` in the stream, where a source's weight is its share."""
         weighted = [float(numbers[rows].mean()) * share for rows, share in zip(self._rows, self.shares, strict=True)]
         return sum(weighted) / sum(self.shares)
 
@@ -129,12 +129,12 @@ class StepPlan:
 
 
 def taking_turns(shares: Sequence[int]) -> np.ndarray:
-    """Return which source has each turn of a round of sum(shares) turns; the stream repeats the round.
+    """Return the source of each turn in a round of sum(shares) turns; the stream repeats the round.
 
-    After n turns, every source has had its share of n, to within 1 - 1 / (2k - 2) turns for k sources: R. Tijdeman, The
-    chairman assignment problem, Discrete Mathematics 32 (1980). Whoever may have the turn without being too early gets
-    it if its own deadline is the earliest. (Giving it to the one furthest behind may be off by more than 1.) All in
-    whole numbers, so exact.
+    After n turns, each of k sources has had its share of n, to within 1 - 1 / (2k - 2) turns: R. Tijdeman, The
+    chairman assignment problem, Discrete Mathematics 32 (1980). Of the sources that may take a turn without being too
+    early, the one with the earliest deadline takes it. (Giving the turn to the source furthest behind its share can be
+    off by more than 1.) All numbers are whole, so the result is exact.
     """
     total, parts, unit = sum(shares), max(2 * len(shares) - 2, 1), math.lcm(*shares)
     had = [0] * len(shares)
@@ -151,14 +151,14 @@ def taking_turns(shares: Sequence[int]) -> np.ndarray:
 
 
 def check_sources(examples: Sequence[Any], mix: str) -> dict[str, int]:
-    """Return each source's share by its name; the sources are what `--train-file` names, each in its order."""
+    """Return each source's share by its name; the sources are those of `--train-file`, in that order."""
     shares, names = read_shares(mix), getattr(examples, "sources", None)
     if names is None or not hasattr(examples, "sources_of"):
-        raise UserError(f"--mix {mix}: this task's rows are not read from files of --train-file; leave it out")
+        raise UserError(f"--mix {mix}: this task's rows are not read from files of --train-file; leave --mix out")
     if len(names) != len(shares):
         raise UserError(
-            f"--mix {mix}: {len(shares)} shares, and --train-file names {len(names)} ({', '.join(names)}); give each "
-            "its own --train-file and a share"
+            f"--mix {mix}: {len(shares)} shares, but --train-file names {len(names)} ({', '.join(names)}); give one "
+            "share for each"
         )
     if len(set(names)) < len(names):
         raise UserError(f"--mix {mix}: --train-file names {', '.join(names)}, one of them twice; add its shares up")
@@ -173,7 +173,9 @@ def rows_by_source(train: StoredEncoding, mix: str) -> tuple[dict[str, np.ndarra
     numbers = np.asarray(examples.sources_of(indices.tolist()))
     rows_of = {name: np.flatnonzero(numbers == number) for number, name in enumerate(shares)}
     if empty := [name for name, rows in rows_of.items() if not len(rows)]:
-        raise UserError(f"--mix {mix}: no row of {', '.join(empty)} is left to train on; fix them, or leave it out")
+        raise UserError(
+            f"--mix {mix}: no row of {', '.join(empty)} is left to train on; fix its rows, or leave --mix out"
+        )
     return rows_of, tuple(shares.values())
 
 

@@ -1,4 +1,4 @@
-"""A split's tokens in flat, memory-mapped files, as a sequence of rows that are read when they are asked for."""
+"""A split's tokens in flat, memory-mapped files, as a sequence that reads a row when it is accessed."""
 
 import dataclasses
 import hashlib
@@ -18,19 +18,19 @@ from accel_sft.chat.image_inputs import ImageSource, RowImages
 from accel_sft.io.heartbeat import heartbeat
 
 ROWS, IDS, EARLIER = FILES = "rows", "ids", "earlier"
-"""The files of a store, in one folder: a `_ROW` for each row, all token ids, and begin and end of each answer before a
-row's last one; the numbers of all rows stand one behind another."""
+"""The files of a store, in one folder. `rows` has a `_ROW` for each row, `ids` all token ids, and `earlier` the begin
+and end of each answer before a row's last answer. Each file has the numbers of all rows, row after row."""
 _ROW = np.dtype([*((name, "<i4") for name in ("index", "prompt", "tokens", "earlier", "images")), ("digest", "<i4", 4)])
-"""An example's index, the row's prompt length, and its numbers of tokens, of entries in `earlier`, and of images, with
-the digest of these; without images zeros."""
+"""The index of a row's example, the length of its prompt, its numbers of tokens, of entries in `earlier` and of images,
+and the digest of its images (zeros if it has none)."""
 _CHUNK_TOKENS = 1 << 21
-"""Number of tokens of the rows that are read together."""
+"""Number of tokens that `columns` reads at a time."""
 
 
 class Columns(NamedTuple):
     """The columns of consecutive rows from row `first` on, arrays of int32 and offsets of int64. `prompts` has each
-    row's prompt length, and `indices` its example's index. Its row k has the ids `ids[offsets[k] : offsets[k + 1]]`;
-    begin and end of its answers before the last one are `earlier[earlier_offsets[k] : earlier_offsets[k + 1]]`."""
+    row's prompt length, and `indices` its example's index. Row k here has the ids `ids[offsets[k] : offsets[k + 1]]`.
+    `earlier[earlier_offsets[k] : earlier_offsets[k + 1]]` has begin and end of its answers before the last one."""
 
     first: int
     prompts: Any
@@ -42,8 +42,8 @@ class Columns(NamedTuple):
 
 
 class TokenStore(Sequence[Encoded]):
-    """The rows of a folder that `merge` wrote, each read when it is asked for; a slice is a list of rows. The folder
-    may be removed once it is open; `source` gives the rows' images.
+    """The rows of a folder that `merge` wrote, each read when it is accessed; a slice is a list of rows. Once the store
+    is open, its folder may be removed. The images of the rows come from `source`.
 
     Attributes:
         lengths: tokens of each row, int32.
@@ -127,7 +127,7 @@ class TokenStore(Sequence[Encoded]):
         return self[first:behind]
 
     def columns(self) -> Iterator[Columns]:
-        """Yield the columns of all rows, some megabytes at a time: views of the files, valid until the next come."""
+        """Yield the columns of all rows, some megabytes at a time: views of the files, valid until the next yield."""
         begin = 0
         while begin < len(self):
             most = self._offsets[begin] + _CHUNK_TOKENS
@@ -162,24 +162,24 @@ class TokenStore(Sequence[Encoded]):
 
 @dataclasses.dataclass
 class StoredEncoding(Encoding):
-    """A whole split's encoding, whose rows are in files."""
+    """The encoding of a whole split, with its rows in files."""
 
     kept: TokenStore
 
 
 def _mapped(path: Path) -> mmap.mmap | bytes:
-    """The file's bytes, mapped into memory; an empty file cannot be."""
+    """The file's bytes, mapped into memory. An empty file, which cannot be mapped, gives b""."""
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if path.stat().st_size else b""
 
 
 def _offsets(counts: np.ndarray) -> np.ndarray:
-    """Where each part begins among parts of so many elements, and where the last one ends, int64."""
+    """Where each of consecutive parts with these numbers of elements begins, and where the last part ends; int64."""
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
 def write_part(folder: Path, parts: Iterable[Encoding], split: str) -> Encoding:
-    """Write encoded examples into a new folder for `merge`; return which ones were left out, and which truncated."""
+    """Write encoded examples into a new folder for `merge`; return which examples were left out or truncated."""
     left_out = Encoding(split)
     folder.mkdir()
     with (folder / ROWS).open("wb") as rows, (folder / IDS).open("wb") as ids, (folder / EARLIER).open("wb") as earlier:
@@ -201,7 +201,7 @@ def _row(row: Encoded) -> tuple[Any, ...]:
 
 def merge(parts: Sequence[Path], folder: Path) -> str:
     """Write all parts, in order, into one folder's files; return a SHA-256 of the rows: tokens, which of them are
-    supervised, and images. It does not depend on how the rows were divided."""
+    supervised, and images. It does not depend on the division of the rows into parts."""
     for name in FILES:
         with (folder / name).open("wb") as merged:
             for part in parts:

@@ -1,6 +1,6 @@
 """Tokenizes a split once for all runs, on all ranks of a machine together; every rank gets the same tokens.
 
-Their key in the cache is a hash of everything that decides them.
+A split's key in the cache is a hash of everything that decides its tokens.
 """
 
 import contextlib
@@ -63,8 +63,8 @@ class SplitEncoder:
         self._decided = decided_without_examples(tokenizer, rules)
 
     def __call__(self, examples: Sequence[Any], split: str) -> StoredEncoding:
-        """Return a split's tokens, from the cache, or made now and put there. On every rank the error is that of the
-        lowest example; examples may not differ between ranks, nor from one call of the task's methods to the next."""
+        """Return a split's tokens from the cache, or make them now and cache them. Every rank raises the error of the
+        lowest example. Examples may not differ between ranks, nor between two calls of the task's methods."""
         team = self.team
         keys = team.all(lambda: self.key(examples, split))
         if len(set(keys)) > 1:  # datasets draws a fingerprint at random where it can compute none
@@ -72,7 +72,7 @@ class SplitEncoder:
         if len(set(keys)) > 1:
             raise UserError(
                 "ranks got different examples from dataset() (a set's order, an unseeded random?), or run different "
-                "versions; make it a pure function, and the machines alike"
+                "versions; make it a pure function, and install the same versions everywhere"
             )
         key = keys[0]
         entries = team.firsts(lambda: cache.find(KIND, key))
@@ -82,7 +82,7 @@ class SplitEncoder:
             if all(team.all(lambda: self._agrees(encoding, examples) and self._sees_the_same(encoding))):
                 encoding.notes.append(f"{split}: {encoding.kept.examples:,} examples, tokens from the cache")
                 return self._with_notes(encoding)
-            cache.log(f"{folder}: not what the task makes of its rows now; it is made again")
+            cache.log(f"{folder}: the task now makes other examples of its rows; it is made again")
             team.firsts(lambda: cache.discard(KIND, key))
         if len(examples) >= _ANNOUNCED and team.is_main:
             print(f"{split}: tokenizing {len(examples):,} examples, once", file=terminal(), flush=True)
@@ -108,13 +108,13 @@ class SplitEncoder:
         elif rows > examples:
             encoding.notes.append(
                 f"{encoding.split}: {examples:,} examples make {rows:,} rows: the chat template writes an answer "
-                "otherwise once other turns follow"
+                "differently once other turns follow"
             )
         return encoding
 
     def key(self, examples: Sequence[Any], split: str, *, read: bool = False) -> str:
-        """The entry's name in the cache: a hash of the fingerprints of the sequence and of the task's code if both are
-        known, else, and with `read`, of every message and target."""
+        """The entry's name in the cache, a hash. If the fingerprints of the sequence and of the task's code are known,
+        it is a hash of these; otherwise, or with `read`, it is a hash of every message and target."""
         of_datasets = type(examples).__module__.partition(".")[0] == "datasets"
         fingerprint = getattr(examples, "_fingerprint" if of_datasets else "fingerprint", None)
         code = code_fingerprint(self.task) if fingerprint and isinstance(fingerprint, str) and not read else None
@@ -138,8 +138,8 @@ class SplitEncoder:
         return encode_parts(self.rendering, self.task, examples, indices, split, rules, self.images, on_refused)
 
     def leniently(self, examples: Sequence[Any], split: str, folder: Path, on_refused: OnRefused) -> Encoding:
-        """Encode a split for an audit, in one process and without the cache, without the examples that would stop
-        training. The result is a StoredEncoding, in `folder`, if any example is left."""
+        """Encode a split for an audit, in one process and without the cache, and leave out examples that would stop
+        training. If any example is left, the result is a StoredEncoding in `folder`."""
         refused = []
 
         def refuse(index: int, error: UserError) -> None:
@@ -232,7 +232,7 @@ def _writes() -> Iterator[None]:
 
 
 def decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
-    """Return everything besides the examples that decides tokens, as JSON can hold it."""
+    """Return everything that decides tokens, except the examples, as JSON values."""
     own = code_fingerprint(encode_parts)
     if own is None:  # without it, tokens that an earlier version made would be used
         raise UserError("accel_sft's own files cannot all be read, or are not plain files; install it again")

@@ -43,8 +43,8 @@ class Answer(NamedTuple):
 
 
 class Answerer:
-    """A loaded model that answers conversations, many at once or one token by token. It runs in one process. With
-    `raw`, for a model trained on raw text, the last turn's text is continued without a template."""
+    """A loaded model that answers conversations, many at once, or one conversation token by token. It runs in one
+    process. With `raw`, for a model trained on raw text, the last turn's text is continued without a template."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Answerer:
         load = functools.partial(load_processor, source, model=self.name, trust_remote_code=config.trust_remote_code)
         self.images = ImageInputs(load)
         if images:
-            _ = self.images.processor  # says at once if the model reads no images
+            _ = self.images.processor  # raises at once if the model reads no images
         how = {"precision": accelerator.mixed_precision, "deepspeed": False, "images": images}
         how |= {"largest_id": self.tokenizer.pad_token_id, "tokenizer": self.tokenizer}
         model = load_model(source, config, offload=offload, log=log, **how)
@@ -79,7 +79,7 @@ class Answerer:
 
     @property
     def notes(self) -> list[str]:
-        """Lines on what is done beside what the chat template itself does, and on penalties that are left out."""
+        """Lines about what rendering adds to the chat template, and about penalties that are left out."""
         penalties = left_out(self.model.generation_config)
         if self.generator.sampling.repetition_penalty != GREEDY.repetition_penalty:
             penalties.pop("repetition_penalty", None)
@@ -95,14 +95,14 @@ class Answerer:
             text = self.rendering.prompt(prompt.turns, images, prompt.tools)
             (ids,) = self.rendering.control.ids([self.images.prompt(images, text, "prompt") if images else text])
         if not ids:
-            raise UserError("prompt: the chat template writes nothing of it")
+            raise UserError("prompt: the chat template writes no part of it")
         if problem := vocabulary_problem(self.weights, self.settings, max(ids)):
             raise UserError(problem)
         longest = getattr(self.settings, "max_position_embeddings", None)
         if isinstance(longest, int) and len(ids) + max_new_tokens > longest:
             most = f"{len(ids):,} tokens and --max-new-tokens {max_new_tokens:,}"
             raise UserError(
-                f"prompt: {most} are more than the {longest:,} that the model reads; shorten it, or lower it"
+                f"prompt: {most} are more than the {longest:,} that the model reads; shorten the prompt or answer"
             )
         given = RowImages(index, len(images), b"", GivenImages(self.images, images, "prompt")) if images else None
         return Encoded(index, [*ids, min(self.ends)], len(ids), images=given)
@@ -124,7 +124,7 @@ class Answerer:
 
     def stream(self, turns: Turns, max_new_tokens: int, write: Callable[[str], None]) -> Answer:
         """Answer one conversation; the text, thinking included, goes to `write` as it is generated. KeyboardInterrupt
-        ends the answer there."""
+        ends the answer."""
         prompt = self.encode(Prompt(turns), max_new_tokens).input_ids[:-1]
         streamer = _Streamer(self.tokenizer, write)
         try:
@@ -163,5 +163,5 @@ def expected_of(turns: Any) -> str | None:
     if any(no_text(json.dumps(turn, ensure_ascii=False)) for turn in turns):
         return "text: no bytes other than UTF-8, no lone surrogate, and none of U+E008 to U+E00B"
     if turns[-1].get("role") == "assistant":
-        return "a last turn of someone else than the assistant, to be answered"
+        return "a last turn whose role is not assistant"
     return None

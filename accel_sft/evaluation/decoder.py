@@ -16,9 +16,9 @@ from accel_sft.models.prefix_attention import install, sdpa_attention_forward
 READ_TOKENS = 1024
 """Tokens of new rows' prompts that one forward reads, unless a single prompt has more."""
 ADMITTED_AT = 16
-"""New rows are read once one in this many places is free: each time, they make one more group."""
+"""New rows are read once one in this many places is free, because each reading makes one more group."""
 MOST_GROUPS = 8
-"""Attention is computed by group: more of them have less padding, and more calls of small kernels."""
+"""Attention is computed by group: more groups have less padding, but more calls of small kernels."""
 
 GROWTH = 32
 """Number of tokens by which a KV cache grows; growing it for every token would copy all of it every time."""
@@ -41,9 +41,9 @@ class Row:
 
 
 class Group:
-    """Rows whose keys and values stand in the same buffers. Each row ends at the column that all write next; a shorter
-    one begins with padding, to which it does not attend. The buffers have spare columns, and spare rows once rows have
-    left."""
+    """Rows whose keys and values stand in the same buffers. Each row ends at the column that all rows write next; a
+    shorter row begins with padding, to which it does not attend. The buffers have spare columns, and spare rows once
+    rows have left."""
 
     def __init__(self, rows: Sequence[Row], layers: dict[int, States], begin: int, end: int) -> None:
         self.rows, self.layers, self.begin, self.end = [*rows], layers, begin, end
@@ -74,7 +74,7 @@ class Group:
         return [buffer[: len(self.rows), :, self.begin : self.end] for buffer in self.layers.pop(index)]
 
     def drop(self, rows: Collection[Row]) -> None:
-        """Let rows leave; the last of the others take their places in the buffers."""
+        """Remove rows; the last of the remaining rows take their places in the buffers."""
         count = len(self.rows) - sum(row in rows for row in self.rows)
         free = [place for place, row in enumerate(self.rows[:count]) if row in rows]
         moved = [place for place, row in enumerate(self.rows) if place >= count and row not in rows]
@@ -112,8 +112,8 @@ class Group:
 class Attention:
     """Attention of one forward: first a token of each row of some groups, then the prompts of a new group.
 
-    No token is padded outside of attention: all stand in one sequence, one row's after the other's. All rows see the
-    keys and values of the prefix, if there is one: `before` has them by layer, (1, key heads, P, D).
+    Nothing is padded outside of attention: all tokens stand in one sequence, row after row. All rows attend to the
+    prefix, if there is a prefix: `before` has its keys and values by layer, (1, key heads, P, D).
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class Attention:
         length = torch.tensor(lengths, device=device)[:, None]
         column = torch.arange(longest, device=device)
         padding = longest - length
-        first = length.cumsum(0) - length  # of each row's tokens
-        # (B, T): which token stands there; where padding does, any one
+        first = length.cumsum(0) - length  # index of each row's first token
+        # (B, T): index of the token in each column; for padding, any index
         self.cut = first + (column - padding).clamp(min=0)
         self.back = torch.nonzero((column >= padding).flatten())[:, 0]
         own = (column >= padding)[:, None] & (column <= column[:, None]) | (column == column[:, None])  # (B, T, T)
@@ -143,7 +143,7 @@ class Attention:
     def __call__(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """Attention of a layer: query (1, heads, N, D), key and value with fewer heads or as many; (1, N, heads, D)."""
+        """A layer's attention: query (1, heads, N, D), key and value with at most as many heads -> (1, N, heads, D)."""
         query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))  # (N, heads, D)
         key, value = as_attended(key), as_attended(value)
         parts = []
@@ -202,7 +202,7 @@ def as_attended(states: torch.Tensor) -> torch.Tensor:
 
 
 def _by_head(rows: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-    """(B, H, G, N) times the one (H, N, M) of all rows -> (B, H, G, M)."""
+    """Multiply `rows` (B, H, G, N) by `shared` (H, N, M), which is the same for all rows -> (B, H, G, M)."""
     count, heads, groups, size = rows.shape
     return (rows.transpose(0, 1).reshape(heads, -1, size) @ shared).view(heads, count, groups, -1).transpose(0, 1)
 
@@ -210,10 +210,10 @@ def _by_head(rows: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
 class Decoder:
     """Decodes rows whose common prefix the model has read once.
 
-    A forward reads one sequence: the last token of each live row, and all tokens of the prompts of new rows. So no row
-    is padded, but in attention, and no row waits for others to end. The model is called as a whole, so that ZeRO-3 and
-    FSDP gather its weights, and as often on one rank as on any other that calls `forward` as often. It must have sdpa
-    attention, take `position_ids`, and be in eval mode.
+    A forward reads one sequence: the last token of each live row, and all tokens of the prompts of new rows. So rows
+    are padded only in attention, and no row waits for others to end. The model is called as a whole, so that ZeRO-3 and
+    FSDP gather its weights: once in each `forward`, so that ranks stay together. The model must have sdpa attention,
+    take `position_ids`, and be in eval mode.
     """
 
     def __init__(self, model: Any, prefix: Sequence[int], device: torch.device) -> None:
@@ -235,8 +235,8 @@ class Decoder:
         return [row for group in self.groups for row in group.rows]
 
     def forward(self, new: Sequence[Row] = ()) -> torch.Tensor:
-        """Read the last token of each live row, and the prompts of new rows, which are live then. Returns logits of
-        each live row's next token, (rows, vocabulary); there must be a row."""
+        """Read the last token of each live row, and the prompts of new rows, which are then live too. Returns the
+        logits of each live row's next token, (rows, vocabulary). There must be at least one row."""
         live = self.live
         tokens = [[row.answer[-1]] for row in live] + [[*row.prompt] for row in new]
         first = [self.length + row.read for row in live] + [self.length] * len(new)
@@ -247,7 +247,7 @@ class Decoder:
         output = self.model(
             input_ids=ids,
             position_ids=torch.tensor([positions], device=self.device),
-            # nobody reads it; without one, the model would make one of its own, of rows that see each other
+            # it is not read, but without it the model would make a mask in which rows see each other
             attention_mask=ids.new_ones(1, 1, 1, 1, dtype=torch.bool).expand(1, 1, *[ids.shape[1]] * 2),
             use_cache=False,
             decoding=attention,
@@ -258,7 +258,7 @@ class Decoder:
         return output.logits[0] if self.keeps_logits else output.logits[0, lasts]
 
     def drop(self, rows: Collection[Row]) -> None:
-        """Let rows leave. All other live rows must have got the token that follows."""
+        """Remove rows. All other live rows must already have their next token."""
         for group in self.groups:
             if any(row in rows for row in group.rows):
                 group.drop(rows)
@@ -274,10 +274,10 @@ class Decoder:
     ) -> Iterator[Row]:
         """Yield each row as soon as its answer has ended: its most likely tokens, up to the first of `ends`.
 
-        The first of the rows should be those that take longest; so many `places` are live at once. `go_on` is called
-        before each forward with whether this rank has rows left, and returns whether any rank has.
+        The rows that take longest should come first; up to `places` rows are live at once. `go_on` is called before
+        each forward with whether this rank has rows left, and returns whether any rank has rows left.
         """
-        # those that start at once are read with others of their length
+        # rows that start at once are read with rows of similar length
         waiting = deque([*sorted(rows[:places], key=lambda row: -len(row.prompt)), *rows[places:]])
         while go_on(bool(waiting or self.groups)):
             heartbeat()

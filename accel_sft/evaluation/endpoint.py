@@ -1,6 +1,6 @@
 """The client of an OpenAI-compatible endpoint: greedy answers, their tokens, and how the server tokenizes prompts.
 
-It uses the standard library: the versions of huggingface_hub that `pyproject.toml` allows bring two different clients.
+It uses the standard library: the versions of huggingface_hub that `pyproject.toml` allows bring different clients.
 """
 
 import contextlib
@@ -33,9 +33,9 @@ AT_ONCE = 8
 """Requests under way at the same time: servers answer several as fast as one."""
 _BUSY = (429, 500, 502, 503, 504)
 _LIMIT, _NEWER_LIMIT = "max_tokens", "max_completion_tokens"
-"""Keys of the largest number of an answer's tokens: some servers take the newer one alone."""
+"""Keys for the maximum number of tokens of an answer; some servers take only the newer key."""
 _WITHOUT_LOGPROBS = {"logprobs": "", "top_logprobs": ""}
-"""`Endpoint._keys` of a server that refuses these: without them, an answer is still an answer."""
+"""`Endpoint._keys` for a server that refuses these keys; its answers have no log-probabilities."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -49,7 +49,7 @@ class EndpointError(UserError):
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the server does not know this request, and may know another one."""
+        """Whether the server does not support this request, and may support another."""
         return self.status in (400, 404, 405, 415, 422, 501)
 
 
@@ -70,16 +70,16 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class Endpoint:
-    """A server and the model that is asked there. Only `--url` is contacted, and nothing but prompts is sent.
+    """A server and the model that answers there. Only `--url` is contacted, and nothing but prompts is sent.
 
-    Without `model` it is the server's only one; without `key_from`, the environment variable KEY may have the key.
+    Without `model`, the server's only model answers. Without `key_from`, the environment variable KEY may have the key.
     """
 
     def __init__(self, url: str, model: str | None, key_from: str | None = None, timeout: float = 600) -> None:
         self.url, self.timeout = _address(url), timeout
         self._key = _key(key_from)
         self._reached = False
-        self._keys: dict[str, str] = {}  # what this server calls keys of a request; "": it does not take them
+        self._keys: dict[str, str] = {}  # this server's names for keys of a request; "": it does not take the key
         handlers: list[Any] = [_NoRedirects()]
         if urllib.parse.urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1"):
             handlers.append(urllib.request.ProxyHandler({}))
@@ -117,7 +117,7 @@ class Endpoint:
         return answer
 
     def chat_tokens(self, turns: Turns, tools: Tools = None, thinking: str | None = None) -> list[int] | None:
-        """The ids that the server makes of a conversation's prompt; None if it has no call that tells."""
+        """The server's token ids of a conversation's prompt; None if the server has no call that returns them."""
         body = {**_of_chat(turns, tools, thinking), "add_generation_prompt": True}
         answer = self._tokens({"model": self.model, **body})  # vLLM's form
         if answer is not None:
@@ -126,8 +126,8 @@ class Endpoint:
         return self.text_tokens(text, special=True) if isinstance(text, str) else None
 
     def text_tokens(self, text: str, *, special: bool = False) -> list[int] | None:
-        """The ids that the server makes of a text; None if it has no call that tells. With `special`, its tokenizer
-        adds what it adds to prompts, such as a first token."""
+        """The server's token ids of a text; None if the server has no call that returns them. With `special`, its
+        tokenizer adds special tokens as it does for prompts, such as a first token."""
         vllm = {"model": self.model, "prompt": text, "add_special_tokens": special}
         return self._tokens({"content": text, "add_special": special, **vllm})  # each server reads its own keys
 
@@ -137,7 +137,7 @@ class Endpoint:
         return answer if complete else None
 
     def _beside(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """What a call beside the API's version answers, as those of vLLM and llama.cpp stand; {} if there is none."""
+        """The answer to a call outside of /v1, where vLLM and llama.cpp have their own; {} if the server lacks it."""
         try:
             return self.post(path, body, root=True)
         except EndpointError as error:
@@ -160,8 +160,8 @@ class Endpoint:
         return names[0]
 
     def post(self, path: str, body: dict[str, Any] | None = None, *, root: bool = False) -> dict[str, Any]:
-        """The JSON object that the server answers; without a body it is a GET. With `root`, the path stands beside the
-        API's version."""
+        """The JSON object that the server answers. Without a body the request is a GET. With `root`, the path is
+        outside of /v1."""
         at = f"{self.url.removesuffix('/v1') if root else self.url}/{path}"
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "User-Agent": "accel-sft"}
@@ -197,7 +197,7 @@ class Endpoint:
         raise EndpointError(f"{at}: answered {said}; is it an OpenAI-compatible server?")
 
     def _shown(self, text: str) -> str:
-        """What a server says, as a line in which the key is masked."""
+        """A server's text as one line, with the key masked."""
         return one_line(text.replace(self._key, "***") if self._key else text, LONGEST_ERROR)
 
     def _refusal(self, at: str, error: urllib.error.HTTPError) -> EndpointError:
@@ -216,8 +216,8 @@ class Endpoint:
         )
 
     def call_all(self, what: str, call: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-        """What `call` gives for each item; several at once. A line says now and then how many are done. After an error
-        or an interrupt, only requests under way are waited for."""
+        """The result of `call` for each item; several run at once. A line says now and then how many are done. After an
+        error or an interrupt, only requests under way are waited for."""
         threads = ThreadPoolExecutor(AT_ONCE)
         futures = [threads.submit(call, item) for item in items]
         try:
@@ -228,7 +228,7 @@ class Endpoint:
 
 
 def _of_chat(turns: Turns, tools: Tools, thinking: str | None) -> dict[str, Any]:
-    """What decides a prompt, as the API takes it: arguments of tool calls are JSON in a text there."""
+    """The parts of a request that decide the prompt. The API takes arguments of tool calls as JSON text."""
     messages = copy.deepcopy(turns)
     for call in itertools.chain.from_iterable(turn.get("tool_calls", ()) for turn in messages):
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
@@ -240,7 +240,7 @@ def _reply(answer: dict[str, Any], content: Any) -> Reply:
     choice, usage = answer["choices"][0], mapping(answer.get("usage"))
     counts = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
     prompt, written = (count if isinstance(count, int) else None for count in counts)
-    # half a surrogate pair is replaced: no file takes it
+    # half a surrogate pair is replaced: it cannot be written to a file
     text = content.encode(errors="replace").decode() if isinstance(content, str) else ""
     return Reply(text, str(choice.get("finish_reason")), prompt, written, _logprobs(mapping(choice.get("logprobs"))))
 

@@ -1,6 +1,6 @@
 """Evaluates a model: validation loss, generated answers and the task's metrics, each example counted once.
 
-The model is in memory, or behind an OpenAI-compatible endpoint, as its users get answers: by its template.
+The model is in memory, or behind an OpenAI-compatible endpoint, which uses its own template.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ UNUSUAL = {
     "tool_calls": "tool calls",
     "empty": "empty",
 }
-"""What an answer may be in place of a whole one: a server's word for why it ended, and that in words."""
+"""Maps the reason why an answer is not a whole text (a server's `finish_reason`, or `empty`) to words."""
 
 
 class Generated(NamedTuple):
@@ -49,19 +49,19 @@ class Generated(NamedTuple):
     """This rank's share of the examples, each with its answer: a list of token ids, the end-of-turn token included, or
     a server's Reply without thinking."""
     seconds: float
-    """What generating took, without loading or checking anything."""
+    """Seconds of generating, without loading or checking anything."""
     peaks: dict[str, float]
     """Peak memory of generating in GiB, by the names of `tracking.system.peak_memory_gib`."""
 
 
 AnswerBackend = Callable[[Sequence[Encoded], int], Generated]
-"""Generates greedy answers of at most so many tokens, the one that ends an answer included. Every rank calls it with
-the same examples; together they answer each one once."""
+"""Generates greedy answers of at most so many tokens, the end-of-turn token included. Every rank calls it with the same
+examples; together the ranks answer each example once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The result of one evaluation. Every rank has the same one."""
+    """The result of one evaluation, the same on every rank."""
 
     metrics: dict[str, float]
     """The task's metrics, `eval_loss`, and generation's seconds, speed and peak memory; only `eval_loss` (and
@@ -84,11 +84,11 @@ class Evaluator:
 
     Attributes:
         tokenizer: the model's; None if the backend gives texts in place of token ids.
-        encoded: tokenized rows, whose `index` is their example's in `examples`; at most `--eval-limit` examples'.
+        encoded: tokenized rows of at most `--eval-limit` examples; `index` is the example's index in `examples`.
         answered: the last row of each example. Only that row's last answer is generated and scored.
         max_new_tokens: maximum number of tokens of an answer without `--max-new-tokens`; None: as many as the longest
             expected answer has, its end-of-turn token included.
-        blank: as `Batching.batch` takes it, for the validation loss.
+        blank: passed to `Batching.batch` for the validation loss.
     """
 
     accelerator: Accelerator
@@ -123,7 +123,7 @@ class Evaluator:
         """`eval_loss`: nats per supervised token, over all ranks. The model is in eval mode; `batching`
         divides the rows among the ranks and into forwards."""
         reset_peak_memory(self.accelerator.device)
-        ranks, rank = row_groups(self.accelerator)  # ranks that compute the same rows count them alike in all sums
+        ranks, rank = row_groups(self.accelerator)  # if ranks compute the same rows, all sums count these equally often
         sums = [0.0, 0.0]  # of losses and of supervised tokens
 
         def nll(rows: list[Encoded]) -> list[float]:
@@ -139,7 +139,7 @@ class Evaluator:
 
     def score_answers(self, losses: dict[str, float]) -> Evaluation:
         """Generate a greedy answer to each example, score it on the rank that generated it, and give every rank all
-        samples; none if the task's main metric is the loss or its perplexity. `losses` is what `loss` returned."""
+        samples. Generate nothing if the main metric is the loss or its perplexity. `losses` is what `loss` returned."""
         if self.task.main_metric in UNANSWERED:
             perplexity = torch.tensor(losses[EVAL_LOSS], dtype=torch.float64).exp().item()  # may be infinite
             return Evaluation(losses | ({PERPLEXITY: perplexity} if self.task.main_metric == PERPLEXITY else {}), [])
@@ -186,7 +186,7 @@ class Evaluator:
 
 
 def evaluated_rows(rows: Sequence[Encoded], limit: int | None) -> list[Encoded]:
-    """All rows of at most `limit` examples, which are drawn at random, always the same: files are often sorted."""
+    """All rows of at most `limit` examples: the same random ones in each call, because files are often sorted."""
     every = list(rows[:])
     if limit is None:
         return every
@@ -197,7 +197,7 @@ def evaluated_rows(rows: Sequence[Encoded], limit: int | None) -> list[Encoded]:
 
 @contextlib.contextmanager
 def _out_of_memory_explained(options: str) -> Iterator[None]:
-    """Turn an out-of-memory into a UserError that advises to lower these options."""
+    """Turn an out-of-memory into a UserError that says to lower these options."""
     try:
         yield
     except RuntimeError as error:
@@ -207,7 +207,7 @@ def _out_of_memory_explained(options: str) -> Iterator[None]:
 
 
 def refuse_beyond_text(chats: Sequence[Conversation]) -> None:
-    """Raise UserError for what a server is not asked: images, answers that call tools, and raw text."""
+    """Raise UserError for examples that servers are not asked, such as those with images or answers that call tools."""
     for index, chat in enumerate(chats):
         if chat.images or chat.calls or chat.variables or not chat.turns:
             what = "has images, calls of tools, chat_template_kwargs or raw text"
@@ -215,14 +215,14 @@ def refuse_beyond_text(chats: Sequence[Conversation]) -> None:
 
 
 def problems_of_served(task: Task) -> list[str]:
-    """A line if the task's metric is none of answers."""
+    """A line if the task's metric does not score answers."""
     if task.main_metric not in UNANSWERED:
         return []
     return [f"--url: the task's metric is {task.main_metric}, which servers do not return; choose a metric of answers"]
 
 
 def evaluate_served(accelerator: Accelerator, task: Task, config: EvaluateConfig, endpoint: Endpoint) -> Evaluation:
-    """Score the server's answers to the validation examples, as a model's are scored."""
+    """Score the server's answers to the validation examples like those of a model in memory."""
     dataset = read_split(task, "validation")
     check_scoring(task, dataset, config.thinking)
 

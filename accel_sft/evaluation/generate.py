@@ -1,5 +1,5 @@
 """Generates answers with the model in memory, on all ranks: by the decoder where it is exact, else by
-transformers' `generate`, left-padded, with a measure of how far padding changes its predictions."""
+transformers' `generate` with left padding, after measuring how far padding changes its predictions."""
 
 import contextlib
 import dataclasses
@@ -67,7 +67,7 @@ class Generator:
     """Answers prompts with a model, sharded or not, on any number of ranks. Greedy answers draw no random numbers.
 
     The first call finds out whether the decoder is exact for this model. `message` then says what was chosen, and why.
-    Prompts with images, and answers that are drawn, are always by transformers' `generate`. The model must be in eval
+    Prompts with images, and sampled answers, always use transformers' `generate`. The model must be in eval
     mode, with gradients off. Every rank calls `between` before each batch of answers. With weights that are `sharded`,
     all ranks take part in each forward.
     """
@@ -106,7 +106,7 @@ class Generator:
             if pictured:
                 answers += self._by_generate(pictured, max_new_tokens)
         seconds = time.perf_counter() - started
-        # ranks that share matrices have all answered the same rows: the first of them hands the answers in
+        # ranks that share matrices have all answered the same rows: the first of them returns the answers
         first = self.accelerator.process_index % tensor_ranks(self.accelerator) == 0
         return Generated(answers if first else [], seconds, peak_memory_gib(self.accelerator.device))
 
@@ -117,7 +117,7 @@ class Generator:
         prefix = common_prefix(examples)
         longest = max(example.prompt_length for example in examples) + max_new_tokens
         with self.casts_once():
-            reason = None if self.sampling == GREEDY else "tokens are drawn by chance"
+            reason = None if self.sampling == GREEDY else "tokens are sampled"
             reason = reason or _reason_unsupported(self.model, examples, longest)
             reason = reason or self._reason_inexact(examples, prefix)
             self.plain = first_reason(reason)
@@ -125,14 +125,14 @@ class Generator:
         shared = f"the {prefix} tokens that all prompts begin with are computed once"
         self.message = f"answers: {shared if prefix else 'each prompt is computed whole'}"
         if self.plain:
-            self.message = f"answers by transformers' generate, as {self.plain}"
+            self.message = f"answers by transformers' generate, because {self.plain}"
             if self.unpadded:
-                self.message += f"; prompts of equal length only are answered together, as {self.unpadded}"
+                self.message += f"; only prompts of equal length are answered together, because {self.unpadded}"
         if self.accelerator.is_main_process:
             self.log(self.message)
 
     def stream(self, prompt: list[int], max_new_tokens: int, streamer: Any) -> None:
-        """Generate one answer by transformers' `generate`, each token of it to `streamer`; needs whole weights here."""
+        """Generate one answer by transformers' `generate`, with each token sent to `streamer`; needs whole weights."""
         self._generate([prompt], max_new_tokens, streamer=streamer)
 
     def _ends(self) -> set[int]:
@@ -164,13 +164,13 @@ class Generator:
         return answered
 
     def _by_generate(self, examples: Sequence[Encoded], max_new_tokens: int) -> list[tuple[Encoded, list[int]]]:
-        """Answer examples of texts, or such that all have images, one at a time."""
+        """Answer examples that have no images, or examples that all have images; the latter one at a time."""
         groups, group = row_groups(self.accelerator)
         answered: list[tuple[Encoded, list[int]]] = []
 
         def answer(rows: list[Encoded]) -> list[list[int]]:
             prompts = [row.input_ids[: row.prompt_length] for row in rows]
-            # transformers itself knows only of ZeRO-3 that all ranks must go on until the last has its answers
+            # transformers itself keeps all ranks going until the last has its answers only under ZeRO-3
             more: dict[str, Any] = {"synced_gpus": self.synced or None}
             if images := rows[0].images:
                 arrays = images.origin.inputs.tensors(prompts, [images], (1, len(prompts[0])))
@@ -218,7 +218,7 @@ class Generator:
             alone = self.model(input_ids=ids, use_cache=False, **last).logits[0, -3:]
             largest = max(largest, *map(nats_apart, alone, together))
         if largest > self._tolerance():
-            return f"its predictions behind a shared prefix are not those of single rows (off by {largest:.2g} nats)"
+            return f"its predictions after a shared prefix are not those of single rows (off by {largest:.2g} nats)"
         return None
 
     def _staggered(
@@ -239,8 +239,8 @@ class Generator:
         return [*logits_of.values()]
 
     def _reason_unpadded(self, examples: Sequence[Encoded]) -> str | None:
-        """How far predictions for left-padded prompts are from those for each prompt alone, as where recurrent layers
-        take padding for text; None if they agree."""
+        """How far predictions for left-padded prompts are from those for each prompt alone, such as when recurrent
+        layers take padding for text; None if they agree."""
         ordered = sorted(examples, key=lambda example: (-example.prompt_length, example.index))
         rows = [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
         if rows[0].prompt_length == rows[-1].prompt_length:
@@ -263,15 +263,15 @@ class Generator:
 
 
 class _Meeting:
-    """Where ranks meet between their forwards, as often on each as on any other: to call `between`, which may raise and
-    then does on all, and with sharded weights (`every_forward`) to go on together."""
+    """Lets ranks meet between their forwards, equally often on each rank: to call `between`, which raises on all ranks
+    or on none, and with sharded weights (`every_forward`) to continue together."""
 
     def __init__(self, between: Callable[[], None], every_forward: bool) -> None:
         self.between, self.every_forward, self.forwards = between, every_forward, 0
 
     def __call__(self, busy: bool) -> bool:
-        """True: do another forward. A rank that has finished waits here, still calling `between`, until all have; or it
-        takes part in their forwards."""
+        """Whether to do another forward. A rank that has finished waits here, still calling `between`, until all ranks
+        have; with `every_forward`, it takes part in the others' forwards instead."""
         due = self.forwards % MET_EVERY == 0
         self.forwards += 1
         if self.every_forward:
@@ -308,9 +308,9 @@ def common_prefix(examples: Sequence[Encoded]) -> int:
 def divide(
     examples: Sequence[Encoded], ranks: int, batch_size: int, *, equal_lengths: bool = False
 ) -> list[list[list[Encoded]]]:
-    """Divide examples into batches of similar length (expected answer included), longest first, each a list of rows for
-    each rank. Within a batch the ranks' numbers of rows differ by one at most, and the longest prompt goes to another
-    rank than in the batch before. With `equal_lengths`, all prompts of a batch have the same number of tokens."""
+    """Divide examples into batches of similar length (expected answer included), longest first; a batch is a list
+    of rows for each rank. Within a batch the ranks' numbers of rows differ by at most one, and the longest prompt goes
+    to another rank than in the batch before. With `equal_lengths`, a batch's prompts have equal numbers of tokens."""
     ordered = sorted(examples, key=lambda example: (-len(example.input_ids), example.index))
     groups: dict[int, list[Encoded]] = {}
     for example in ordered:
@@ -334,15 +334,15 @@ def generate(
     sampling: Sampling = GREEDY,
     **more: Any,
 ) -> tuple[list[list[int]], Any]:
-    """The answers to the prompts by transformers' `generate`, which is given `more`, each up to and including the first
-    of `ends`; and with `output_logits` the logits, by token."""
+    """Answer the prompts by transformers' `generate`, which gets `more`. Returns the answers, each up to and including
+    the first of `ends`, and with `output_logits` the logits by token."""
     longest = max(map(len, prompts))
     rows = [[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     output = model.generate(
         input_ids=torch.tensor(rows, device=device),
         attention_mask=torch.tensor(mask, device=device),
-        # they override the model's own sampling and penalties, also with None, as a GenerationConfig would not
+        # override the model's own sampling and penalties, even with None, which a GenerationConfig would not do
         **{**left_out(model.generation_config), **more, **sampling.settings()},
         max_new_tokens=max_new_tokens,
         eos_token_id=sorted(ends),

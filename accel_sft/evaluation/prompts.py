@@ -1,5 +1,5 @@
-"""Reads prompts that belong to no task: lines of text, rows with messages or a prompt, one with images, or line by line
-in a conversation at the terminal."""
+"""Reads prompts that belong to no task: from lines of text, rows with messages or a prompt, one PROMPT with images, or
+a conversation at the terminal."""
 
 import contextlib
 import json
@@ -21,8 +21,8 @@ _IMAGE = "<image>"
 
 
 def read_prompts(file: str, system: str | None) -> tuple[list[Prompt], list[str]]:
-    """The conversations of a file, and where each stands in it: a `.json` or `.jsonl` file has rows with `messages` or
-    `prompt`, any other a prompt on each line that is not blank. `system` is for those without a system message."""
+    """The conversations of a file, and the place of each. A `.json` or `.jsonl` file has rows with `messages` or
+    `prompt`; any other has a prompt on each line that is not blank. `system` is added if there is no system message."""
     if Path(file).suffix in (".json", ".jsonl"):
         rows = read_rows(file, _parse)
         names = [str(place) for place in rows.places(range(len(rows)))]
@@ -46,7 +46,7 @@ def read_prompts(file: str, system: str | None) -> tuple[list[Prompt], list[str]
 
 
 def prompt_with(text: str, paths: Sequence[str], system: str | None) -> Prompt:
-    """A prompt with images: at the marks `<image>` in its text, else before the text."""
+    """A prompt with images: at the marks `<image>` in its text, or without marks before the text."""
     pieces = text.split(_IMAGE) if paths else [text]
     pieces = pieces if pieces[1:] else [""] * len(paths) + [text]
     if len(pieces) - 1 != len(paths):
@@ -85,7 +85,7 @@ def _parse(row: dict[str, Any]) -> tuple[Turns, Tools]:
     else:
         raise RowProblem("prompt", "text, or `messages` instead")
     if row.get("chat_template_kwargs"):
-        raise RowProblem("chat_template_kwargs", "no variables of the template, which are read in training alone")
+        raise RowProblem("chat_template_kwargs", "no variables of the template: only training reads these")
     if not isinstance(system := row.get("system") or "", str):
         raise RowProblem("system", "text")
     return with_system(turns, system), _tools(row.get("tools") or None)
@@ -105,9 +105,9 @@ HELP = "/reset forgets what was said, /system TEXT changes the system message; C
 
 
 def talk(sides: Mapping[str, Answerer], system: str | None, max_new_tokens: int) -> None:
-    """Answer what is typed until the end of the input, by each side, which has a name and a history of its own."""
+    """Answer each typed line until the end of the input, by each side; a side has its own name and history."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - input() then edits lines and knows earlier ones
+        import readline  # noqa: F401 - lets input() edit lines and recall earlier ones
     print(wrapped(HELP))
     histories: dict[str, Turns] = {name: [] for name in sides}
     while True:

@@ -1,4 +1,4 @@
-"""Has the task score answers and make metrics of the scores, and checks what the task returns."""
+"""Lets the task score answers and aggregate the scores, and checks what the task returns."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -48,11 +48,11 @@ def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = No
     if _checked(task, metrics)[main] or not task.higher_is_better:
         return []
     first = f"the first {len(targets)} validation examples"
-    return [f"warning: {main} is 0 for the own answers of {first}; see the task's options, or its score()"]
+    return [f"warning: {main} is 0 for the expected answers of {first}; see the task's options, or its score()"]
 
 
 def limits_on_scores(task: Task, validation: Any, config: TrainConfig) -> list[str]:
-    """A warning of a `--max-new-tokens` below the answers' own length; `validation` is a StoredEncoding."""
+    """A warning about a `--max-new-tokens` below the answers' own length; `validation` is a StoredEncoding."""
     rows, most = validation.kept, config.max_new_tokens
     if task.main_metric in UNANSWERED or config.eval_every == "off" or not most:
         return []
@@ -85,9 +85,9 @@ def _checked(task: Task, given: Mapping[str, Any]) -> dict[str, float]:
     metrics = from_task(_UNUSABLE, lambda: {str(key): float(value) for key, value in given.items()})
     main = task.main_metric
     if main not in metrics:
-        method = "aggregate" if type(task).aggregate is not Task.aggregate else "score"  # the default takes its keys
+        method = "aggregate" if type(task).aggregate is not Task.aggregate else "score"  # by default score()'s keys
         raise UserError(f"the task's {method}() gave {sorted(metrics)}, without its main_metric {main!r}; add it")
     if taken := metrics.keys() & {"step", "loss", EVAL_LOSS, *COSTS}:
         names = ", ".join(sorted(taken))
-        raise UserError(f"the task's aggregate() gave {names}: names of the trainer's own numbers")
+        raise UserError(f"the task's aggregate() gave {names}: these names are the trainer's; choose others")
     return metrics

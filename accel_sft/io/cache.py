@@ -20,7 +20,7 @@ from accel_sft.io.files import expanded
 from accel_sft.io.terminal import terminal
 
 UNUSED_DAYS, ABANDONED_DAYS = 30, 1
-"""Days after which an entry without use, or a partial one without change, is removed, once another entry is made."""
+"""Days after which an unused entry, or an unchanged partial one, is removed. Making an entry removes old ones."""
 
 
 def folder() -> Path:
@@ -40,21 +40,19 @@ def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
         with contextlib.suppress(OSError):  # the cache may be read-only
             os.utime(path)
         return path, about
-    except manifest.Damaged as defect:
+    except (manifest.Damaged, OSError) as defect:
         log(f"{path}: damaged ({defect}); it is made again")
-    except OSError as error:
-        log(f"{error.filename}: cannot be read ({error.strerror}); it is made again")
     return None
 
 
 def _is_mine(base: Path) -> bool:
-    """Whether this user or root owns a folder of entries and the cache."""
+    """Whether this user or root owns both a folder of entries and the cache's folder."""
     return all(folder.stat().st_uid in (os.getuid(), 0) for folder in (base, base.parent))
 
 
 @contextlib.contextmanager
 def partial(kind: str) -> Iterator[Path]:
-    """Make a folder to fill and `publish`, which is removed at the end otherwise. Old entries are removed first."""
+    """Make a folder to fill and `publish`; at the end, an unpublished one is removed. Old entries are removed first."""
     base = folder() / kind
     if not base.is_absolute():
         raise FileNotFoundError(2, "no home folder, and ACCEL_SFT_CACHE is not set", str(base))

@@ -8,14 +8,14 @@ from typing import Any
 from accel_sft.io.files import read_json
 
 _OWN = {"auto_map", "quantization_config", "compression_config"}
-"""Keys of a base that need not hold for what is exported."""
+"""Keys of a base's configuration that may not hold for the exported weights."""
 _OF_ROPE = "rope_theta", "partial_rotary_factor"
 
 
 def complete_config(folder: Path, dtype: str | None, base: Mapping[str, Any]) -> None:
-    """Name the weights' `dtype` in config.json, for its parts too (transformers names the type of the model in memory),
-    and settings by the keys that older readers know, as in the `base`'s config.json: transformers 4 would take defaults
-    for them without a word."""
+    """Complete config.json. Write the weights' `dtype`, for parts of the model too: transformers writes the type of the
+    model in memory. Write settings also by the older keys, as the `base`'s config.json does: transformers 4 would
+    silently use defaults for them."""
 
     def within(part: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
         if part.get("model_type") != before.get("model_type"):

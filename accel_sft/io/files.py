@@ -15,7 +15,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.manifest import sync
 
 PAGE_MARK = '<meta name="generator" content="accel-sft '
-"""In the head of every page that a command of this package writes, within its first 20,000 characters."""
+"""Text in the head of every page that a command of this package writes, within the first 20,000 characters."""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -48,7 +48,7 @@ def _partial(target: Path) -> Path:
 
 
 def put_in_place(partial: Path, target: Path) -> None:
-    """Sync a folder to the disk and rename it to `target`, whose old content is removed last."""
+    """Sync a folder to the disk and rename it to `target`; remove the old `target` last."""
     _sync_all(partial)
     outgoing = target.with_name(f".{target.name}.outgoing")
     remove(outgoing, ignore_errors=True)
@@ -60,7 +60,7 @@ def put_in_place(partial: Path, target: Path) -> None:
 
 
 def remove(folder: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a folder, or a file in its place; of a link to one, which a user put on another disk, the link alone."""
+    """Remove a folder, or a file in its place. Remove only the link if a user linked the folder to another disk."""
     if folder.is_symlink() or folder.is_file():
         folder.unlink()
     else:
@@ -126,8 +126,8 @@ def expanded(name: str, what: str = "--model") -> Path:
 
 
 def made_folder(path: Path, *, mine: bool) -> Path:
-    """Make this folder, unless it is there, and return it. A folder that is to be `mine` alone is a new one: where two
-    commands choose a name in the same second, the second one's ends with -2."""
+    """Make this folder, unless it exists, and return it. With `mine` the folder is always new: if two commands choose
+    the same name in one second, the second command's name gets the ending -2."""
     path.parent.mkdir(parents=True, exist_ok=True)
     made, number = path, 1
     while True:
@@ -171,7 +171,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a run; {} without the file, and if the run was killed while it wrote it."""
+    """The JSON object in a file of a run; {} if there is no file, or the run was killed while writing it."""
     try:
         return mapping(read_json(path))
     except UserError:
@@ -179,7 +179,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The JSON objects of a file, one a line, and the number of its lines that are none, such as a half-written one."""
+    """The JSON objects in the lines of a file, and the number of other lines, such as a half-written one."""
     rows, unreadable = [], 0
     for line in filter(None, read_text(path, "replace").split("\n")):  # splitlines() would split at U+2028, too
         try:

@@ -1,4 +1,4 @@
-"""`Finding`: what an audit or a tool says of one thing, how grave that is, and how the terminal shows it."""
+"""`Finding`: one result of an audit or a tool, with its level, and how the terminal shows it."""
 
 import dataclasses
 import functools
@@ -17,14 +17,14 @@ _LEVEL = 8
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What is said of one thing."""
+    """One result of an audit or a tool."""
 
     level: str
     what: str
     fix: str = ""
     """What to do about it; "" if there is nothing to do, or `what` says it."""
     subject: str = ""
-    """The check, file or stage that it is about; "" if `what` names it."""
+    """The check, file or stage that the finding is about; "" if `what` names it."""
 
     def __str__(self) -> str:
         return _whole_line(f"{self.what}: {self.fix}" if self.fix else self.what)
@@ -40,7 +40,7 @@ error, warning, note = (functools.partial(Finding, level) for level in LEVELS)
 
 
 def worst(findings: Iterable[Finding], levels: Sequence[str]) -> str:
-    """The worst level among the findings. `levels` begins with the worst; its last one is that of no findings."""
+    """The worst level among the findings. `levels` begins with the worst level; the last one stands for no findings."""
     return min((finding.level for finding in findings), key=levels.index, default=levels[-1])
 
 

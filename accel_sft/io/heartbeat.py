@@ -18,7 +18,7 @@ def heartbeat() -> None:
 
 
 def heartbeat_count() -> int:
-    """Number of heartbeats so far; only a change of it has a meaning."""
+    """Number of heartbeats so far; only changes of this number have a meaning."""
     return _beats
 
 

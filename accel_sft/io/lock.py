@@ -34,7 +34,7 @@ def lock(path: Path) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process of this machine works in the folder; False too on a file system without locks."""
+    """Whether a process of this machine works in the folder; always False on a file system without locks."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:

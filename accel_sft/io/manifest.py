@@ -32,7 +32,7 @@ def write(
     folder: Path, about: dict[str, Any], entries_so_far: Entries | None = None, *, among: Iterable[str] | None = None
 ) -> None:
     """Write the manifest: `about` (JSON), and size and SHA-256 of every file below `folder`, or of those named in
-    `among`; files that were hashed as they were written have `entries_so_far`. Sync everything to disk."""
+    `among`. `entries_so_far` has files that were hashed while they were written. Sync everything to disk."""
     names = [name for name in (_names(folder) if among is None else sorted(among)) if name != MANIFEST]
     entries_so_far = entries_so_far or {}
     with ThreadPoolExecutor(THREADS) as threads:
@@ -45,7 +45,7 @@ def write(
 
 
 def about(folder: Path) -> dict[str, Any]:
-    """The `about` that `write` was given, or Damaged; the folder's files are not checked."""
+    """Return the `about` that was given to `write`, or raise Damaged; does not check the folder's files."""
     return _content(folder)["about"]
 
 
@@ -58,7 +58,7 @@ def identity(folder: Path) -> str | None:
 
 
 def entries(folder: Path) -> Entries:
-    """The files that the folder's manifest names, with size and SHA-256; or Damaged, if it is missing or changed."""
+    """The files in the folder's manifest, with size and SHA-256; raises Damaged if it is missing or changed."""
     return _content(folder)["files"]
 
 
@@ -71,7 +71,7 @@ def verify(folder: Path) -> dict[str, Any]:
     """Check every byte of the folder, or raise Damaged; return the `about` that `write` was given."""
     content = _content(folder)
     if extra := sorted({*_names(folder)} - content["files"].keys() - {MANIFEST}):  # e.g. copied from elsewhere
-        raise Damaged(f"{extra[0]} is not in {MANIFEST}: nothing wrote it here; take it away")
+        raise Damaged(f"{extra[0]} is not in {MANIFEST}: accel_sft did not write this file; remove it")
     for name, what in differences(folder):
         raise Damaged(f"{name} {what}")
     return content["about"]
@@ -125,7 +125,7 @@ def _content(folder: Path) -> dict[str, Any]:
         for name, (size, digest) in content["files"].items():
             inside = not Path(name).is_absolute() and ".." not in Path(name).parts
             if not (inside and type(size) is int and isinstance(digest, str) and isinstance(content["about"], dict)):
-                raise Damaged(f"{MANIFEST} names what no run writes")
+                raise Damaged(f"{MANIFEST} has entries that no run writes")
         return content
     except FileNotFoundError:
         raise Damaged(f"no {MANIFEST}") from None
@@ -140,7 +140,7 @@ def _synced_entry(path: Path) -> list[Any]:
 
 
 def write_hashed(path: Path, parts: Iterable[memoryview]) -> list[Any]:
-    """Write the bytes of `parts` to a new file, on the disk when this returns; returns its size and SHA-256."""
+    """Write the bytes of `parts` to a new file and sync it to the disk; return its size and SHA-256."""
     digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
         for part in parts:
@@ -166,6 +166,6 @@ def _digest(path: Path) -> str:
 
 
 def _text(content: dict[str, Any]) -> str:
-    """Return the manifest's exact text; by comparison with the file, a changed escape or space is found too."""
+    """Return the manifest's exact text: comparing it with the file also finds a changed escape or space."""
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return json.dumps({"sha256": digest, "content": content}, indent=1) + "\n"

@@ -49,7 +49,7 @@ class RunDir:
     result = _inside("result.json")
     """The run's status and, once complete, its summary."""
     resamples = _inside("resamples.json")
-    """The main metric on resamples of the examples, for tests against other runs; absent if it is a mean of scores."""
+    """The main metric on resamples of the examples, for tests against other runs; absent if that metric is a mean."""
     report = _inside("report.md")
     metrics = _inside("metrics.jsonl")
     nonfinite = _inside("nonfinite.jsonl")
@@ -76,8 +76,8 @@ class RunDir:
 
     @classmethod
     def record_around(cls, model: str) -> dict[str, Any] | None:
-        """The run.json of the folder `model`, or else of the folder above it, or else what its model card keeps of
-        it; None without these, or if `model` is no folder but a hub id: the folder above is the command's."""
+        """The run.json in the folder `model`; without one, that in the folder above; without both, the record in its
+        model card. None without all three, and for a hub id, which has no folder above it."""
         folder = expanded(model).absolute()
         folders = (folder, folder.parent) if folder.is_dir() else ()
         run = next((run for run in map(cls, folders) if run.record.is_file()), None)
@@ -85,8 +85,8 @@ class RunDir:
 
     @classmethod
     def weights_in(cls, model: str) -> str:
-        """The best/ of the run in the folder `model`, or else its final/; `model` itself if it is not a run. (Training
-        from an earlier run takes its final/, see `find_source`.)"""
+        """The best/ of the run in the folder `model`, or its final/ if it has no best/; `model` itself if it is not a
+        run. (Training from an earlier run takes its final/, see `find_source`.)"""
         run = cls(expanded(model))
         if not run.record.is_file():
             return model
@@ -97,8 +97,8 @@ class RunDir:
 
     @classmethod
     def choice_in(cls, model: str, *, train: bool = False) -> list[str]:
-        """A line that says which weights `weights_in`, or training from the run, takes; empty if it had no choice
-        between best/ and final/."""
+        """A line that says which weights `weights_in` takes, or with `train` training from the run; no line if the run
+        does not have both best/ and final/."""
         run = cls(expanded(model))
         if not (run.record.is_file() and run.best.is_dir() and run.final.is_dir()):
             return []
@@ -170,7 +170,7 @@ class RunDir:
         path = self.answers(step)
         rows, unreadable = read_json_lines(path) if path.exists() else ([], 0)
         if unreadable:
-            raise UserError(f"{path}: has {unreadable} unreadable lines; take it away, and go on with --resume auto")
+            raise UserError(f"{path}: has {unreadable} unreadable lines; remove it, and go on with --resume auto")
         return rows
 
 
@@ -179,19 +179,19 @@ def _is_record(record: Any) -> TypeGuard[dict[str, Any]]:
 
 
 def _record_in(card: Path) -> dict[str, Any] | None:
-    """What the model card of exported weights keeps of their run's record; None if it is no card of this package."""
+    """The part of a run's record in the model card of its exported weights; None if this package did not write it."""
     import yaml
 
     try:
         content = yaml.safe_load(read_text(card).partition("\n---\n")[0])
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # anyone's README
+    except (OSError, ValueError, LookupError, AttributeError, RecursionError, yaml.YAMLError):  # anyone's README
         return None
     record = content.get("accel_sft") if isinstance(content, dict) else None
-    return {**record, "in_card": True} if _is_record(record) else None  # which names no data
+    return {**record, "in_card": True} if _is_record(record) else None  # it names no data
 
 
 def absent_weights(name: str, flag: str) -> list[str]:
-    """A line if `name` can only be a folder's, and no such folder exists; a hub that is asked for it costs a minute."""
+    """A line if `name` can only be a folder, but no such folder exists. Asking a hub for it would take a minute."""
     folder = expanded(name, flag)
     is_path = not name or name.startswith((".", "/", "~", f"{RUNS}/")) or name.endswith("/") or folder.is_file()
     parent_exists = len(folder.parts) == 2 and folder.parent.is_dir()
@@ -201,7 +201,7 @@ def absent_weights(name: str, flag: str) -> list[str]:
 
 
 def kept_steps(steps: Sequence[int], keep: str) -> list[int]:
-    """Return those of these steps, in order, whose checkpoints `--keep-checkpoints` keeps."""
+    """Return, in order, the steps whose checkpoints `--keep-checkpoints` keeps."""
     every = keep_every(keep)
     return [step for step in steps if step % every == 0 or step == steps[-1]] if every else [*steps[-int(keep) :]]
 

@@ -1,7 +1,7 @@
-"""What a run's record serves for afterwards: its task's settings, taken over by other commands, and what its files can
-be held to, digests of what decided its numbers and a manifest of its folder.
+"""Uses of a finished run's record: other commands take its task's settings from it, and check its files by digests of
+what decided its numbers and by a manifest of its folder.
 
-Checkpoints hold the digests too, and the chain over the lines of metrics.jsonl. Needs no torch.
+Checkpoints also hold these digests, and the hash chain over the lines of metrics.jsonl. Needs no torch.
 """
 
 import hashlib
@@ -27,9 +27,9 @@ def recorded_options(
     *,
     same_data: bool,
 ) -> dict[str, Any]:
-    """The values that a run's record has for the settings of its task, except for those that are given (None: the
-    command takes none). The folder may be someone else's, and name any file of this machine: `same_data` allows
-    that."""
+    """Return the settings of a run's task from its record, without those in `given` (None: the command takes no
+    settings of a task). The record may be someone else's and name any file of this machine, so it may name files only
+    with `same_data`."""
     before = record["task_options"]
     mine = [s for s in task_settings if s.name in before.keys() - {*(given or ())}]
     hidden = [s for s in mine if HIDDEN in str(before[s.name])]
@@ -40,19 +40,19 @@ def recorded_options(
         print(f"note: {where}: secrets are not in its record, so the default of {flags} is used", file=sys.stderr)
     mine = [s for s in mine if s not in hidden]
     if problems := [line for s in mine if (line := s.problem(before[s.name]))]:
-        raise UserError(*(f"{line}; so says the run.json of {where}" for line in problems))
+        raise UserError(*(f"{line}; the run.json of {where} says so" for line in problems))
     files = [s for s in mine if NAMES_A_FILE.search(s.name) and before[s.name] != s.default]
     if files and not same_data:
         named = " ".join(f"{s.flag} {shlex.quote(str(before[s.name]))}" for s in files)
-        why = "its record names files, and those of a record are not read unasked"
+        why = "its record names files, which are read only if you ask for that"
         fix = "add --same-data" if given is None else f"add --same-data, or {named}"
         raise UserError(f"{where}: {why}; {fix}")
     return {s.name: before[s.name] for s in mine}
 
 
 def made_by(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides a run's numbers, by its run.json: digests of settings (without those that a resume may change), data
-    and code, and the libraries' versions. A digest that the record's version did not keep is None."""
+    """What decided a run's numbers, from its run.json: digests of settings (without those that a resume may change),
+    data and code, and the libraries' versions. A digest that earlier versions did not record is None."""
     config = {name: value for name, value in record["config"].items() if name not in LAYOUT}
     settings = [record["task"], config, record["task_options"], record.get("total_steps")]
     return {
@@ -70,15 +70,15 @@ def other_versions(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def write_manifest(run_dir: RunDir, result: str, about: dict[str, Any]) -> None:
-    """Write the manifest of a finished run's folder, without logs, traces and the trackers' files. It comes before the
-    result.json with the text `result`, which says that the run is complete: after a kill both are written again."""
+    """Write the manifest of a finished run's folder, without logs, traces and the trackers' files. It is written before
+    result.json, whose text `result` says that the run is complete: after a kill, both are written again."""
     content = result.encode()
     entries = {run_dir.result.name: [len(content), hashlib.sha256(content).hexdigest()]}
     manifest.write(run_dir.path, about, entries, among=listed(run_dir) | entries.keys())
 
 
 def listed(run_dir: RunDir) -> set[str]:
-    """Names of the files that are here now and that the manifest of a finished run lists, but for result.json."""
+    """Names of the existing files that a finished run's manifest lists, without result.json."""
     alone = [run_dir.record, run_dir.settings, run_dir.launch, run_dir.deepspeed, run_dir.metrics, run_dir.nonfinite]
     alone += [run_dir.resamples, run_dir.report, run_dir.batching, run_dir.most_tokens]
     folders = run_dir.base, run_dir.best, run_dir.final, run_dir.final_plain, run_dir.samples

@@ -16,13 +16,13 @@ from typing import TextIO
 from accel_sft.api.errors import UserError
 
 SECONDS_OF_SILENCE = 5.0
-"""Seconds before `waiting` says what is waited for."""
+"""Seconds until `waiting` says what the program waits for."""
 _COMMAND = re.compile(r"(next:)?\s*(accel-sft|accelerate|tensorboard) ")
 _terminal: TextIO | None = None
 
 
 def escape_unencodable() -> None:
-    """From now on, print an escape for what the terminal's encoding does not have, and each line at once."""
+    """From now on, print escapes for characters that the terminal's encoding lacks, and print each line at once."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace", line_buffering=True)
@@ -33,7 +33,7 @@ def quiet(log_file: Path | None, debug: bool = False, shown_on: int = 1) -> Iter
     """Redirect everything that is printed inside to a file; the stream that is yielded still reaches the terminal.
 
     File descriptors are redirected, so that compilers and C libraries are caught with the rest. May be nested: the
-    inner file takes over. Without `log_file` it is a temporary one, which is printed to standard error if the block
+    inner file takes over. Without `log_file` the file is temporary, and is printed to standard error if the block
     raises anything but UserError. Our own lines go to the descriptor `shown_on`: 2 where 1 is for a command's result.
     """
     global _terminal
@@ -79,7 +79,7 @@ def terminal() -> TextIO:
 
 @contextlib.contextmanager
 def waiting(what: str | Callable[[], str]) -> Iterator[None]:
-    """Inside, a line on rank 0 says what is waited for, after 5 seconds and then at doubling intervals."""
+    """Inside, rank 0 prints a line that says what it waits for, after 5 seconds and then at doubling intervals."""
     done, stream = threading.Event(), terminal()
     began = time.monotonic()
 
@@ -109,8 +109,8 @@ def columns() -> int:
 
 
 def wrapped(text: str, indent: int = 4) -> str:
-    """`text` wrapped between words to the terminal's width; unchanged where there is no terminal, and if it is a
-    command, which people copy."""
+    """`text` wrapped between words to the terminal's width; unchanged without a terminal, or if it is a command, since
+    people copy commands."""
     if not terminal().isatty() or _COMMAND.match(text):
         return text
     return textwrap.fill(

@@ -1,11 +1,11 @@
-"""Formats text and numbers of models, tasks and files, and escapes what would steer a terminal or a markdown table."""
+"""Formats text and numbers of models, tasks and files, and escapes control characters and markdown's markup."""
 
 import re
 from collections.abc import Sequence
 from typing import Any
 
 CELL_CHARACTERS = 300
-"""Maximum number of characters of a value in a markdown cell, which then says how many more there are."""
+"""Maximum number of characters of a value in a markdown cell; a longer value is cut, and the cell says by how many."""
 LINE_CHARACTERS = 60
 LONGEST_ERROR = 300
 """Maximum number of characters of a task's or library's error that a message repeats."""
@@ -13,7 +13,7 @@ MISSING_VALUES = {
     *("nan", "NaN", "-nan", "NaT", "None", "null", "NULL", "(null)", "undefined", r"\N", "<NA>", "#N/A", "#NA"),
     *("<noinput>", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!"),
 }
-"""What programs write for a missing value: all of a text or, where Alpaca's input stands, a question's last line."""
+"""Texts that programs write for a missing value: as a whole text, or as a question's last line (Alpaca's input)."""
 _MARKUP = re.compile(r"[&<>|*`\\~$]|(?<![^\W_])_|_(?![^\W_])|(?<=\])[(\[:]")
 """Markup that takes effect inside a cell: not an underscore within a word, nor a bracket without a link target."""
 

@@ -39,7 +39,7 @@ def create_accelerator(
 
     The trainer itself decides accumulation boundaries and the schedule, so DeepSpeed is configured with one micro-batch
     a step, never with the real batch. Without `train`, sequence parallelism is off: each rank has rows of its own.
-    `precision_of_run`, of a run that is resumed or evaluated, is for a launch that names no precision.
+    `precision_of_run` is the precision of the resumed or evaluated run, used if the launch names none.
     """
     _set_up_torch(config)
     devices = device_count()
@@ -49,7 +49,7 @@ def create_accelerator(
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # this variable wins over Accelerator's argument
     group = _group_settings(config, launch, devices)
     plugin = _deepspeed_plugin(config, launch, devices) if launch.backend == "deepspeed" else None
-    # gradients are views of DDP's communication buckets: a copy beside the buckets would take 4 bytes a parameter
+    # make gradients views of DDP's communication buckets: separate gradients would take 4 more bytes a parameter
     handlers = [group, DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     cpu = launch.backend == "ddp" and not devices
     with _waiting_for_ranks(launch):
@@ -66,25 +66,25 @@ def create_accelerator(
         kwargs_handlers=handlers,
         parallelism_config=ParallelismConfig(tp_size=1) if launch.tensor_ranks > 1 else dimensions,
     )
-    if launch.tensor_ranks > 1:  # only now, for accelerate 1.15 refuses them on CPUs
+    if launch.tensor_ranks > 1:  # set afterwards: accelerate 1.15 refuses these sizes on CPUs
         accelerator.state.parallelism_config = dimensions
     if accelerator.is_fsdp2 and (policy := accelerator.state.fsdp_plugin.mixed_precision_policy):
-        # precision is reduced for computing, but not for the output (each token's loss) and for averaging gradients
+        # only computing has reduced precision, neither the output (each token's loss) nor the averaging of gradients
         policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
         accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     if accelerator.num_processes != launch.world_size:
         raise UserError(
-            f"{launch.config_file or 'the launch'}: each of {launch.world_size} processes would train alone; use "
-            "accelerate_configs/ddp.yaml or one of z0.yaml to z3.yaml as a model"
+            f"{launch.config_file or 'the launch'}: each of {launch.world_size} processes would train alone; start "
+            "from accelerate_configs/ddp.yaml or z0.yaml to z3.yaml"
         )
     return accelerator, launch
 
 
 def _set_up_torch(config: TrainConfig) -> None:
-    """Set threads and kernels; with `--deterministic`, those that repeat every bit. Call this before CUDA starts."""
+    """Set torch's threads and kernels (repeatable ones with `--deterministic`). Call this before CUDA starts."""
     if config.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # a fixed workspace: otherwise cuBLAS's sums may vary
-        os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # transformers hands it to the flash-attn package
+        os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # transformers passes it to the flash-attn package
         torch.use_deterministic_algorithms(True)
         # filling would only take time, because nothing reads uninitialized memory
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # a property
@@ -99,8 +99,8 @@ def _group_settings(config: TrainConfig, launch: Launch, devices: int) -> InitPr
         group["init_method"] = "attempt://"
     if launch.world_size > 1:
         group["timeout"] = group_timeout(config.hang_timeout)
-        # DeepSpeed, Ulysses and HSDP make groups without a timeout, some of them during training: give these the same
-        # timeout, since NCCL would end a rank after 600 s without naming the hung one
+        # DeepSpeed, Ulysses and HSDP create groups without a timeout, some of them during training. NCCL's default
+        # would end a rank after 600 s without naming the hung rank, so this timeout becomes the default
         distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = group["timeout"]
     if launch.backend == "deepspeed" and not devices:
         group["backend"] = "gloo"
@@ -108,7 +108,7 @@ def _group_settings(config: TrainConfig, launch: Launch, devices: int) -> InitPr
 
 
 def _waiting_for_ranks(launch: Launch) -> contextlib.AbstractContextManager[None]:
-    """Context manager: without a launcher, show a line while waiting, since leftover variables may be the cause."""
+    """Context manager that shows a line while a rank without a launcher waits: its variables may be left over."""
     if launch.world_size == 1 or under_launcher():
         return contextlib.nullcontext()
     place = f"{launch.environment.get('MASTER_ADDR')}:{launch.environment.get('MASTER_PORT')}"
@@ -116,13 +116,13 @@ def _waiting_for_ranks(launch: Launch) -> contextlib.AbstractContextManager[None
 
 
 def group_timeout(hang_timeout: int) -> datetime.timedelta:
-    """How long a rank may wait in a collective: longer than `--hang-timeout` (0: no limit), because the watchdog names
-    the hung rank and torch's error does not; and an hour at least, as a rank may be downloading a model."""
+    """How long a rank may wait in a collective. It is longer than `--hang-timeout` (0: no limit), because the watchdog
+    names the hung rank and torch's error does not. It is at least an hour: a rank may be downloading a model."""
     return datetime.timedelta(seconds=max(hang_timeout + 300, 3600)) if hang_timeout else WITHOUT_LIMIT
 
 
 def _rendezvous_of_this_attempt(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """Yield store, rank and world size. The launcher's store still holds the addresses of the previous attempt."""
+    """Yield store, rank and world size. The prefix hides addresses that the previous attempt left in the store."""
     host, port, rank, ranks = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
     store = TCPStore(host, int(port), int(ranks), is_master=False)
     yield PrefixStore(f"attempt-{restarts()}", store), int(rank), int(ranks)
@@ -160,7 +160,7 @@ def _deepspeed_plugin(config: TrainConfig, launch: Launch, devices: int) -> Deep
 
 
 def own_folder(root: Path) -> Path:
-    """Make a folder for this process's swap files; it is removed at exit, or after a kill by a later process."""
+    """Make a folder for this process's swap files. It is removed at exit; after a kill, a later process removes it."""
     root.mkdir(parents=True, exist_ok=True)
     host = socket.gethostname()
     for left in root.glob(f"{host}-*"):
@@ -178,8 +178,9 @@ def prepare_model(
 ) -> tuple[Any, Any]:
     """Call `accelerator.prepare`, keep the optimizer at step 0, and verify DeepSpeed's settings.
 
-    While DeepSpeed's stage 0 is built in half precision, it makes an optimizer step with gradients of zero, which would
-    decay the weights and count in Adam's bias correction. So the rate is 0 meanwhile, and the state is cleared after.
+    DeepSpeed's stage 0 in half precision makes an optimizer step with zero gradients while it is built. The step would
+    decay the weights and count in Adam's bias correction. So the learning rate is 0 meanwhile, and the optimizer's
+    state is cleared afterwards.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -188,7 +189,7 @@ def prepare_model(
     with compiling(launch):
         model, optimizer = groups.prepare(accelerator, model, optimizer)
     if isinstance(model, DistributedDataParallel):
-        # buffers (rotary position angles) are equal on all ranks; to broadcast them, ranks would wait in each forward
+        # buffers (rotary position angles) are equal on all ranks; broadcasting them would make each forward wait
         model.broadcast_buffers = False
         _arrange_buckets(model)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -212,25 +213,20 @@ def _arrange_buckets(model: DistributedDataParallel) -> None:
 
 
 def _gather_with_their_modules(model: torch.nn.Module) -> None:
-    """Make ZeRO-3 gather a module's ParameterDict entries (AdaLoRA's layers have them) for that module's forward.
-    Otherwise DeepSpeed would gather on access, in a different order than in the step that it recorded."""
-    dicts = [
-        (module, child)
-        for module in model.modules()
-        for child in module.children()
-        if isinstance(child, torch.nn.ParameterDict)
-    ]
-    for module, child in dicts:
-        for parameter in child.parameters():
-            if hasattr(parameter, "ds_id"):
-                import deepspeed
+    """Make ZeRO-3 gather a module's ParameterDict entries (AdaLoRA's layers have them) before that module's forward.
+    Otherwise DeepSpeed would gather them on access, in an order that differs from the step that it recorded."""
+    for module in model.modules():
+        for child in module.children():
+            for parameter in child.parameters() if isinstance(child, torch.nn.ParameterDict) else ():
+                if hasattr(parameter, "ds_id"):
+                    import deepspeed
 
-                deepspeed.zero.register_external_parameter(module, parameter)
+                    deepspeed.zero.register_external_parameter(module, parameter)
 
 
 def shard_for_evaluation(accelerator: Accelerator, model: Any) -> Any:
-    """Prepare a model for evaluation only, so that ZeRO-3 or FSDP shards its weights over the ranks; tensor parallelism
-    sharded them on loading."""
+    """Prepare a model for evaluation only: ZeRO-3 or FSDP shards its weights over the ranks. Under tensor parallelism
+    they are sharded already."""
     if groups.tensor_ranks(accelerator) > 1:
         return groups.prepare(accelerator, model)
     if not accelerator.is_fsdp2:
@@ -243,8 +239,8 @@ def shard_for_evaluation(accelerator: Accelerator, model: Any) -> Any:
 
 
 def _name_blocks(accelerator: Accelerator, model: Any) -> None:
-    """Name the blocks that FSDP shards one by one, unless the launch names them: Accelerate refuses models like Gemma 3
-    that name classes which exist only in other models of the family."""
+    """Name the blocks that FSDP shards one by one, unless the launch names them. Accelerate's own choice fails for
+    models such as Gemma 3, which name classes that only other models of their family contain."""
     if accelerator.is_fsdp2 and (plugin := accelerator.state.fsdp_plugin).transformer_cls_names_to_wrap is None:
         classes = {type(module).__name__ for module in model.modules()}
         plugin.transformer_cls_names_to_wrap = sorted(classes & {*(getattr(model, "_no_split_modules", None) or ())})

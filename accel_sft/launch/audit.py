@@ -40,7 +40,7 @@ _REFUSED = {
     "weight_quantization": "changes what a step learns",
     "zenflow": "applies a part of each gradient some steps late",
     "torch_autocast": "would compute in another precision than the run's",
-    "tensor_parallel": "is not supported: accelerate_configs/tp.yaml runs transformers' own",
+    "tensor_parallel": "is not supported: use accelerate_configs/tp.yaml instead",
     "optimizer": "must not be set: --learning-rate and --weight-decay decide",
     "scheduler": "must not be set: --lr-scheduler decides",
 }
@@ -55,12 +55,12 @@ _DECIDED = {
     "activation_checkpointing": "--gradient-checkpointing",
     "dynamo_backend": "--compile",
 }
-"""Keys of a launch that have no effect, each with the option that decides."""
+"""Keys of a launch that have no effect, each with the trainer's option that replaces it."""
 
 
 def audit(config: TrainConfig, launch: Launch, devices: int | None = None) -> list[Finding]:
-    """Audit a launch before anything is loaded, for so many visible accelerators, which are counted by default. Returns
-    the findings, errors first."""
+    """Audit a launch before anything is loaded. `devices` is the number of visible accelerators, counted by default.
+    Returns the findings, errors first."""
     devices = device_count() if devices is None else devices
     where = f"{launch.config_file or 'the launch'}"
     if sys.platform == "darwin" and launch.backend in ("deepspeed", "fsdp"):
@@ -111,15 +111,15 @@ def _launcher_keys() -> dict[str, set[str]]:
 
 def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
     requested = launch.arguments.get("num_processes") or launch.yaml.get("num_processes")
-    # of a file's ranks, those beyond the machine's devices have ended (`fitted`)
+    # if a file asks for more ranks than the machine has devices, the surplus ranks have ended (`fitted`)
     fitted = "num_processes" not in launch.arguments and launch.world_size == devices
     if requested and launch.world_size != int(requested) and not (fitted and launch.world_size < int(requested)):
         what = f"{where}: {requested} processes asked for, {launch.world_size} started"
-        yield error(what, "set distributed_type to MULTI_GPU or DEEPSPEED; start equally many on all machines")
-    tasks = launch.environment.get("SLURM_STEP_NUM_TASKS", "1")  # of an sbatch script without srun it is not set
+        yield error(what, "set distributed_type to MULTI_GPU or DEEPSPEED; start the same number on all machines")
+    tasks = launch.environment.get("SLURM_STEP_NUM_TASKS", "1")  # not set in an sbatch script without srun
     if launch.world_size == 1 and tasks != "1":
         fix = "srun one accelerate launch for each machine (docs/multinode.md)"
-        yield warning(f"srun starts {tasks} whole runs: no launcher joins them", fix)
+        yield warning(f"srun starts {tasks} separate runs: no launcher joins them", fix)
     if devices:
         yield from audit_devices(launch, devices, where)
     if launch.backend == "fsdp" and not devices:
@@ -165,7 +165,7 @@ def _precision(launch: Launch, devices: int) -> Iterator[Finding]:
 
 
 def _not_used(launch: Launch, config: TrainConfig, where: str) -> Iterator[Finding]:
-    """Report settings without effect: of an adapter that is not trained, and what the trainer's own options decide."""
+    """Report settings without effect: options of an untrained adapter, and keys that the trainer's options replace."""
     for name in chosen(config, OF_ADAPTERS) if config.adapter == "none" else ():
         flag = flag_of(name)
         what = f"{flag} {getattr(config, name)} is not used: --adapter none trains all weights"
@@ -192,11 +192,11 @@ def _deepspeed(launch: Launch, where: str) -> Iterator[Finding]:
     exact = None, False, "auto", "fp32", (launch.named_precision or ("", ""))[0]
     for key in _LOSSY:
         if given.get(key) not in exact:
-            what = f"{where}: {key} {one_line(str(given[key]).lower())} makes gradients less exact than other launches'"
+            what = f"{where}: {key} {one_line(str(given[key]).lower())} makes gradients less exact than by default"
             yield warning(what, "remove it, unless speed matters more")
     yield from _invalid(launch, where)
     if launch.json_file and "stage" not in launch.zero:
-        yield error(f"{where}: zero_optimization.stage is missing", 'add "zero_optimization": {"stage": 2}, say')
+        yield error(f"{where}: zero_optimization.stage is missing", 'add for example "zero_optimization": {"stage": 2}')
     if launch.stage == 3 and not launch.gathers_16bit_weights:
         key = "stage3_gather_16bit_weights_on_model_save" if launch.json_file else "zero3_save_16bit_model"
         what = f"{where}: without {key} the export at the end of a ZeRO-3 run fails"
@@ -209,8 +209,8 @@ def _deepspeed(launch: Launch, where: str) -> Iterator[Finding]:
 
 
 def _invalid(launch: Launch, where: str) -> Iterator[Finding]:
-    """Report keys of sections, and values, that DeepSpeed's own models of its settings refuse."""
-    with quiet(None):  # as it is imported, it says which device it has found
+    """Report keys and values that DeepSpeed's pydantic models of its settings refuse."""
+    with quiet(None):  # on import, DeepSpeed prints the device that it has found
         from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
         from pydantic import ValidationError

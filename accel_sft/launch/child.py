@@ -19,7 +19,7 @@ from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.launch.environment import for_launches
 
 MARK = "ACCEL_SFT_LAUNCHED_FOR"
-"""Environment variable holding the run's folder, which marks all processes of a launch, orphans included."""
+"""Environment variable that marks all processes of a launch, orphans included; its value is the run's folder."""
 GRACE_SECONDS = 10.0
 """Seconds that processes have to end after SIGTERM, before SIGKILL."""
 KILL_SECONDS = 60.0
@@ -36,7 +36,7 @@ _MESSAGES = {
     HUNG: re.compile(r"nothing has moved for \d+ seconds"),
     KILLED: re.compile(r"(was|were) killed \(signal 9"),
 }
-"""Patterns of messages of the trainer, torch and the launcher, by the status that a match reveals."""
+"""Maps a status to the pattern of the messages that show it, whether by the trainer, torch or the launcher."""
 _TAIL_BYTES = 1 << 16
 
 
@@ -84,10 +84,10 @@ def launch(
     on_poll: Callable[[], None],
     poll_seconds: float = _POLL_SECONDS,
 ) -> Ended:
-    """Run `command` until it ends or `limit_seconds` have passed. It has a session of its own, so that Ctrl-C reaches
-    this process only; its processes are marked with the run's `folder`, and all output goes to `log`.
+    """Run `command` until it ends or `limit_seconds` have passed. It runs in its own session, so that Ctrl-C reaches
+    this process only. Its processes are marked with the run's `folder`, and all output goes to `log`.
 
-    However the call ends, even by an interrupt, no process of the launch is left, or `kill_all` raises UserError.
+    When the call ends, even by an interrupt, no process of the launch is left; otherwise `kill_all` raises UserError.
     """
     began = time.monotonic()
     variables = {**for_launches(), **environment, MARK: str(folder)}
@@ -123,12 +123,12 @@ def end_all(folder: Path) -> None:
 
 
 def kill_all(folder: Path) -> None:
-    """Kill all processes that are marked with `folder`; it is a UserError if some are left after `KILL_SECONDS`."""
+    """Kill all processes that are marked with `folder`; raises UserError if some are left after `KILL_SECONDS`."""
     until = time.monotonic() + KILL_SECONDS
     while left := _marked(folder):
         if time.monotonic() > until:
             pids = ", ".join(str(process.pid) for process in left)
-            why = "cannot be killed, as if waiting for a device or a file system"
+            why = "cannot be killed, and may be waiting for a device or a file system"
             raise UserError(f"process {pids}: {why}; restart the machine, then give the same command again")
         for process in left:
             with contextlib.suppress(psutil.Error):
@@ -146,7 +146,7 @@ def _marked(folder: Path) -> list[psutil.Process]:
 
 
 def outcome(ended: Ended, run_dir: RunDir, log: Path, limit_seconds: float) -> tuple[str, str]:
-    """Return how a launch ended, such as `COMPLETE`, and the reason, mostly the last line of the run's own message."""
+    """Return how a launch ended, such as `COMPLETE`, and the reason, usually the last line of its message."""
     result, printed = read_object(run_dir.result), _tail(log)
     if ended.over_time:
         return TIME_LIMIT, f"not done after {limit_seconds / 60:g} minutes (--time-limit)"
@@ -155,7 +155,7 @@ def outcome(ended: Ended, run_dir: RunDir, log: Path, limit_seconds: float) -> t
     error = result.get("error")
     message = error if isinstance(error, str) else _last_message(printed)
     reason = one_line((message.strip().splitlines() or ["it printed nothing"])[-1], LONGEST_ERROR)
-    # a killed process writes no message, and other ranks may not know how it ended, but the launcher's summary does
+    # a killed process writes no message, and other ranks may not know the cause, but the launcher's summary names it
     unexplained = not error or "ended without an error message" in message
     if ended.returncode == -signal.SIGKILL or (unexplained and "SIGKILL" in printed):
         return KILLED, "killed (signal 9, which the kernel sends when memory runs out)"

@@ -1,6 +1,6 @@
-"""Collectives by which all ranks agree: one rank decides, or each rank's value is gathered.
+"""Collectives with which all ranks agree: one rank decides, or each rank's value is gathered.
 
-All of these are collectives: every rank calls them, in the same order, and gets the same answer.
+Every rank must call them in the same order; every rank gets the same answer.
 """
 
 import datetime
@@ -18,12 +18,12 @@ from accel_sft.io.heartbeat import exchange
 Result = TypeVar("Result")
 
 WITHOUT_LIMIT = datetime.timedelta(days=20)
-"""Timeout of a process group in which a rank may wait as long as it takes: in milliseconds it has less than 32 bits,
-which torch's store counts with."""
+"""Timeout of a process group in which a rank may wait without limit. It cannot be much longer: torch's store counts
+milliseconds in 32 bits."""
 
 
 def by_each_rank(work: Callable[[], Result | None]) -> list[Result]:
-    """Call `work` on every rank and return all results, by rank; if ranks raise UserError, all raise the lowest's."""
+    """Call `work` on every rank; return all results, by rank. After UserErrors, all ranks raise that of the lowest."""
     mine: tuple[Any, Any]
     try:
         mine, wrong = (work(), None), None
@@ -32,7 +32,7 @@ def by_each_rank(work: Callable[[], Result | None]) -> list[Result]:
     every = gather_object([mine])
     for _, problems in every:
         if problems:
-            raise UserError(*problems) from wrong  # `--debug` shows it with its traceback
+            raise UserError(*problems) from wrong  # `--debug` shows this rank's error with its traceback
     return [result for result, _ in every]
 
 
@@ -69,7 +69,7 @@ def largest(readings: dict[str, Result], prefix: str = "") -> dict[str, Result]:
 
 @exchange()
 def gather_numbers(mine: list[float]) -> list[list[float]]:
-    """Return every rank's numbers, by rank; all ranks pass equally many. It is one collective, cheap enough for steps.
+    """Return every rank's numbers, by rank; all ranks pass the same count. A single collective, cheap enough for steps.
 
     The numbers are exchanged as float64: integers up to 2**53 are exact.
     """
@@ -81,7 +81,7 @@ def gather_numbers(mine: list[float]) -> list[list[float]]:
 
 
 class Team:
-    """All ranks, and among them those of this machine, which share its files."""
+    """All ranks, and the ranks of this machine, which share its files."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.rank, self.is_main = accelerator.process_index, accelerator.is_main_process

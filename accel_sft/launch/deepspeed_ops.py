@@ -21,8 +21,8 @@ OPERATORS = {
     "cpu_adam": "the optimizer on the host, 1-4 minutes",
     "async_io": "NVMe offload, 1-3 minutes",
 }
-"""DeepSpeed operators that our configurations need, compiled on first use and kept per user; each with its purpose and
-the time that compiling takes."""
+"""DeepSpeed operators that our configurations need, compiled on first use and cached per user; each with its purpose
+and compile time."""
 
 _UNUSED = "deepspeed_shm_comm"
 """Operator that DeepSpeed compiles for every group of CPU ranks. Only `inference_all_reduce` runs it, which training
@@ -39,8 +39,8 @@ def operators(launch: Launch) -> list[str]:
 
 
 def spare_unused_operator() -> None:
-    """Make DeepSpeed form its group of CPU ranks without compiling an operator that training does not use: its own
-    table (the one that `ds_report` prints) says then that the machine cannot."""
+    """Keep DeepSpeed from compiling an operator for CPU ranks that training does not use: mark the operator as
+    incompatible in DeepSpeed's own table (which `ds_report` prints)."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__[_UNUSED] = False
@@ -67,8 +67,8 @@ def audit_compilers(needed: list[str], devices: int) -> Iterator[Finding]:
 
 
 def lacking(variable: str, usual: str) -> Iterator[tuple[str, str]]:
-    """Yield what this machine lacks to compile an extension of Python, each with its fix: a compiler (the environment
-    variable's, or the usual one) and headers."""
+    """Yield what this machine lacks to compile a Python extension (compiler or headers), each with its fix. The
+    compiler is the one that the environment variable names, else the usual one."""
     compiler = os.environ.get(variable, usual)
     if not shutil.which(compiler):
         yield f"there is no compiler ({compiler})", f"apt-get install g++, or name one in {variable}"
@@ -80,27 +80,27 @@ def audit_locks(name: str) -> Iterator[Finding]:
     """Yield a warning if this operator is locked: another process compiles it, or was killed while compiling, in which
     case torch would wait forever."""
     lock = library(name).with_name("lock")
-    if lock.exists() and time.time() - lock.stat().st_mtime > 60:  # a younger one may be another rank's of this launch
+    if lock.exists() and time.time() - lock.stat().st_mtime > 60:  # a younger lock may belong to a rank of this launch
         fix = "delete the file if no other launch is running"
         yield warning(f"{lock}: another process compiles {name}; this run will wait for it", fix)
 
 
 def compiling(launch: Launch) -> contextlib.AbstractContextManager[None]:
-    """Context manager in which DeepSpeed may compile the operators that this launch lacks; shows the time taken."""
+    """Context manager in which DeepSpeed may compile this launch's missing operators; shows the time taken."""
     lacking = [f"{name} ({OPERATORS[name]})" for name in operators(launch) if not library(name).is_file()]
     what = f"DeepSpeed compiles, once per machine, {', '.join(lacking)}"
     return waiting(what) if lacking else contextlib.nullcontext()
 
 
 def library(name: str) -> Path:
-    """Return the path of the compiled operator, beside which torch keeps a lock. This call makes the folder."""
+    """Return the path of the compiled operator. The call makes its folder, where torch also keeps a lock file."""
     from torch.utils.cpp_extension import _get_build_directory
 
     try:
         return Path(_get_build_directory(name, verbose=False), f"{name}.so")
     except OSError as problem:
         raise UserError(
-            f"{problem.filename}: cannot be written ({problem.strerror}), and is for DeepSpeed's {name}; make it "
+            f"{problem.filename}: DeepSpeed's {name} cannot be written there ({problem.strerror}); make the folder "
             "writable, or set TORCH_EXTENSIONS_DIR"
         ) from None
 

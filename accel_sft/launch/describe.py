@@ -19,7 +19,7 @@ from accel_sft.launch.recordable import masked_words, recordable, versions, with
 
 
 def describe(accelerator: Accelerator, launch: Launch) -> str:
-    """The resolved launch in a line for the terminal; the run's record has more."""
+    """The resolved launch as one line for the terminal; `launch_record` has more."""
     value, why = launch.precision
     places = [(what, launch.offload(what)) for what in ("optimizer", "param")]
     offload = "".join(f", {what} to {place}" for what, place in places if place != "none")
@@ -86,8 +86,8 @@ def started_by() -> list[str]:
 
 
 def resume_command(run_dir: Path, output_dir: str | None) -> str:
-    """The command line that continues this run, for a shell in the folder where it was started, without secrets: it
-    goes into the record of how the run ended."""
+    """The command line that continues this run, for a shell in the folder where the run was started. Secrets are
+    hidden, because the command goes into result.json."""
     words = started_by()
     if output_dir is None:
         words += ["--output-dir", shown_folder(run_dir)]
@@ -97,7 +97,7 @@ def resume_command(run_dir: Path, output_dir: str | None) -> str:
 
 
 def shown_folder(folder: Path) -> str:
-    """A folder as commands name it: relative if it is below the folder that this process was started in."""
+    """The folder's path for a command line: relative if it is below the working directory."""
     return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
 
 

@@ -14,7 +14,7 @@ from accel_sft.launch import host_memory
 from accel_sft.launch.launcher import launcher_command, launcher_flags
 
 _QUIET = {
-    "TOKENIZERS_PARALLELISM": "false",  # a process forked after its threads started may hang; ranks need the cores
+    "TOKENIZERS_PARALLELISM": "false",  # its threads take the ranks' cores, and a process forked after them may hang
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -24,19 +24,19 @@ _QUIET = {
 
 _THREADS = "OMP_NUM_THREADS"
 _before: dict[str | None, str | None] = {}
-"""The user's value of OMP_NUM_THREADS, by the value that `prepare_environment` replaced it with."""
+"""Maps the value that `share_cores` wrote to OMP_NUM_THREADS to the user's own value."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-"""Lets the GPU's allocator fill the gaps that forwards of different lengths leave. torch 2.13 also has an option that
-pins host memory without rounding (pinned_max_round_threshold_mb): with it, a request may get a smaller block from the
-cache of pinned blocks, and a copy writes past its end."""
+"""Lets the GPU's allocator fill the gaps that forwards of different lengths leave. Do not add
+pinned_max_round_threshold_mb, an option of torch 2.13 that pins host memory without rounding: a request may then get a
+cached block that is too small, and a copy writes past the block's end."""
 WITHOUT_CUDNN = ("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-"""Makes cuDNN's attention torch's last choice. On H100 and B200 torch prefers cuDNN, which plans for 20 to 40 ms per
-exact shape, and forwards here seldom share a shape. `create_accelerator` also turns cuDNN's attention off."""
+"""Makes cuDNN's attention torch's last choice. On H100 and B200 torch prefers cuDNN, which spends 20 to 40 ms
+on each new shape, and forwards here seldom share a shape. `create_accelerator` also turns cuDNN's attention off."""
 
 
 def prepare_environment(debug: bool = False) -> None:
     """Set the variables that libraries read at import: threads, log levels, and a PATH with pip's ninja. Variables set
-    by the user do not change, except PATH, and OMP_NUM_THREADS as in `threads_per_process`."""
+    by the user do not change, except PATH and OMP_NUM_THREADS (see `threads_per_process`)."""
     _check_ranks()
     # importing torch and transformers makes 400,000 objects that stay; with Python's usual thresholds the garbage
     # collector would take 10% of the time of a start
@@ -59,8 +59,8 @@ def prepare_environment(debug: bool = False) -> None:
 
 
 def for_launches() -> dict[str, str]:
-    """Return the variables for a launch that this process starts. OMP_NUM_THREADS is the user's, because each rank
-    would take this process's own value (all cores) for the user's."""
+    """Return the variables for a launch that this process starts. OMP_NUM_THREADS gets the user's value back:
+    each rank would mistake this process's own value (all cores) for the user's."""
     now = os.environ.get(_THREADS)
     variables = {**os.environ, _THREADS: _before.get(now, now)}
     return {name: value for name, value in variables.items() if value is not None}
@@ -79,7 +79,7 @@ def importing() -> Iterator[None]:
 
 
 def _check_ranks() -> None:
-    """Raise UserError if variables that a launcher sets are missing or impossible, as if left over or set by hand."""
+    """Raise UserError if a launcher's variables are missing or impossible: they may be left over or set by hand."""
     least = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
     given = {name: os.environ[name] for name in least if name in os.environ}
     wrong = [f"{k} is {v!r}" for k, v in given.items() if not v.isdecimal() or int(v) < least[k]]
@@ -90,8 +90,8 @@ def _check_ranks() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Make glibc keep freed memory, instead of returning it to the kernel, which zeroes its pages: the allocation of
-    tensors of a few megabytes would take a fifth to a half of a step on a CPU. The options are M_* of <malloc.h>."""
+    """Make glibc keep freed memory. If it went back to the kernel, which zeroes pages, allocating tensors of a few
+    megabytes would take a fifth to a half of a step on a CPU. The options are M_* of <malloc.h>."""
     mmap_threshold, trim_threshold, top_pad = -3, -1, -2
     with contextlib.suppress(AttributeError, OSError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -102,7 +102,7 @@ def _keep_freed_memory() -> None:
 def share_cores() -> None:
     """Write this rank's number of threads into OMP_NUM_THREADS; call it again when the number of ranks has changed.
 
-    torch.set_num_threads() alone would not do: DeepSpeed's CPU Adam has an OpenMP runtime of its own.
+    torch.set_num_threads() alone would not suffice: DeepSpeed's CPU Adam has an OpenMP runtime of its own.
     """
     given = for_launches().get(_THREADS)
     os.environ[_THREADS] = given or ""
@@ -112,7 +112,7 @@ def share_cores() -> None:
 
 def threads_per_process() -> int:
     """How many threads a rank computes with: the user's number (`--num_cpu_threads_per_process`, OMP_NUM_THREADS), else
-    its share of the usable cores. OMP_NUM_THREADS=1 does not count under a launcher, which sets that itself."""
+    its share of the usable cores. Under a launcher OMP_NUM_THREADS=1 does not count, because launchers set it."""
     flag = launcher_flags(launcher_command()[0]).get("num_cpu_threads_per_process")
     named = flag or os.environ.get("OMP_NUM_THREADS", "")
     if named.isdecimal() and (int(named) > 1 or flag or "WORLD_SIZE" not in os.environ):
@@ -125,7 +125,7 @@ def device_count() -> int:
     """Return how many accelerators ranks can be spread over; 0 with Apple's (MPS), which has no collectives."""
     import torch
 
-    if not torch.accelerator.is_available():  # asked first: without one, torch 2.6 has an error for the question below
+    if not torch.accelerator.is_available():  # checked first: without one, torch 2.6 raises in the call below
         return 0
     device = torch.accelerator.current_accelerator()
     return torch.accelerator.device_count() if device is not None and device.type != "mps" else 0

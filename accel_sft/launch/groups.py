@@ -3,7 +3,7 @@
 Sequence parallelism is DeepSpeed's Ulysses: each rank of a group computes with its part of a row's tokens. Around
 attention the ranks exchange queries, keys and values, so that in attention each rank has all tokens for its part of the
 heads (Jacobs et al., 2023, arXiv 2309.14509; for models of transformers: Bekman et al., 2025, arXiv 2506.13996).
-Tensor parallelism is by transformers' own plans: all ranks of a group compute the same rows, each with its part of
+Tensor parallelism follows transformers' own plans: all ranks of a group compute the same rows, each with its part of
 every matrix (Shoeybi et al., 2019, arXiv 1909.08053).
 """
 
@@ -54,7 +54,7 @@ def prepare(accelerator: Accelerator, model: Any, *optimizer: Any) -> Any:
         return accelerator.prepare(model, *optimizer)
     name = str(getattr(model.config, "_attn_implementation", None))
     if name != "sdpa" and "flash" not in name:
-        raise UserError(f"sequence parallelism over {ranks} ranks: attention {name} cannot; --attn-implementation sdpa")
+        raise UserError(f"sequence parallelism over {ranks} ranks needs --attn-implementation sdpa, not {name}")
     accelerator.parallelism_config.sp_handler.sp_attn_implementation = name
     try:
         prepared = accelerator.prepare(model, *optimizer)
@@ -62,21 +62,21 @@ def prepare(accelerator: Accelerator, model: Any, *optimizer: Any) -> Any:
         line = first_line(error)
         raise UserError(f"sequence parallelism over {ranks} ranks: {line}; train with z3.yaml instead") from error
     _groups.update({module: getattr(module, _GROUPS) for module in model.modules() if hasattr(module, _GROUPS)})
-    # DeepSpeed has replaced every forward's attention by its own, which knows no mask: keep that for `shared_rows`
+    # DeepSpeed has replaced attention in every forward by its own, which ignores masks: only `shared_rows` may use it
     _shared[name] = ALL_ATTENTION_FUNCTIONS.pop(name)
     return prepared
 
 
 def _prepare_cut(accelerator: Accelerator, model: Any, *optimizer: Any) -> Any:
     """Prepare a model under tensor parallelism, which `accelerator.prepare` would wrap into DDP on CPUs."""
-    model.config.distributed_config = None  # with it, rank 0, which alone writes an export, would wait for the others
+    model.config.distributed_config = None  # with it, exporting, which rank 0 does alone, would wait for other ranks
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     return (prepared, *map(accelerator.prepare_optimizer, optimizer)) if optimizer else prepared
 
 
 @contextlib.contextmanager
 def shared_rows() -> Iterator[None]:
-    """Inside, forwards in training mode and their backwards take parts of rows, under sequence parallelism."""
+    """Context manager for training forwards and backwards that, under sequence parallelism, take parts of rows."""
     ALL_ATTENTION_FUNCTIONS.update(_shared)
     try:
         yield

@@ -51,7 +51,7 @@ def cgroups(controller: str = "memory") -> Iterator[Path]:
                 continue
             base = root / controllers
             own = base / path.strip("/")
-            # in a container the path may be that on the host, and only the root exists: folders that do not are skipped
+            # in a container the path may be the host's, and only the root exists: folders that do not exist are skipped
             yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(base) and folder.is_dir())
 
 

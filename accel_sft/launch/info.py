@@ -39,12 +39,12 @@ class Launch:
 
     arguments: Mapping[str, str]  # the launcher's own flags by name without dashes; empty without a launcher
     config_file: Path | None
-    text: str  # of the file
+    text: str  # the launch file's
     yaml: Mapping[str, Any]
     json_file: Path | None  # DeepSpeed's, which the yaml names
     json: Mapping[str, Any]  # {} without one
     environment: Mapping[str, str]  # this rank's variables, among them those that `accelerate launch` sets
-    users_precision_variable: str = ""  # the user's value; under `accelerate launch`, which overwrites it, ""
+    users_precision_variable: str = ""  # the user's value; "" under `accelerate launch`, which overwrites it
     resolved: tuple[str, str] | None = None  # the precision chosen for a launch that names none, and why
 
     @property
@@ -202,8 +202,8 @@ def shipped() -> dict[str, Path]:
 
 
 def launch_of_yaml(path: str | Path, *flags: str) -> Launch:
-    """The launch that `accelerate launch --config_file PATH FLAGS` would start here, as its first rank reads it; a
-    UserError if the launcher would refuse it. accelerate's own functions, which import torch, say what a rank gets."""
+    """The launch that `accelerate launch --config_file PATH FLAGS` would start here, as its first rank reads it.
+    Raises UserError if the launcher would refuse it. It calls accelerate's own functions, which import torch."""
     if _read_yaml(Path(path))[1].get("mixed_precision") is False:
         raise UserError(f"launch file {path}: mixed_precision: write 'no' in quotes: YAML reads a bare no as false")
     command = ["accelerate", "launch", "--config_file", str(path), *flags]
@@ -216,8 +216,8 @@ def launch_of_this_process() -> Launch:
 
 
 def read_launch(environment: Mapping[str, str], command: list[str], folder: Path = Path()) -> Launch:
-    """The launch of a rank with these variables, whose launcher was started by `command` in `folder`; without a
-    launcher the command is empty."""
+    """The launch of a rank with these environment variables; `command`, given in `folder`, started the rank's launcher.
+    Without a launcher the command is empty."""
     arguments = launcher_flags(command)
     config_file = arguments.get("config_file")
     if config_file is None and command:
@@ -232,7 +232,7 @@ def read_launch(environment: Mapping[str, str], command: list[str], folder: Path
         beside = Path(config_file or "").parent / named
         try:
             if not (folder / json_file).exists() and (folder / beside).is_file():
-                json_file = beside  # so the shipped pair is found from every folder
+                json_file = beside  # so a yaml and its JSON are found from every folder
             loaded = json.loads(read_text(folder / json_file))
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"deepspeed_config_file {one_line(named)}: cannot be read as JSON: {error}") from None
@@ -261,10 +261,10 @@ def _handed_over(path: Path, command: list[str]) -> dict[str, str]:
 
         with contextlib.redirect_stderr(usage):
             args = launcher_parser().parse_args([*command[2:], "train.py"])
-            precision, args.mixed_precision = args.mixed_precision, None  # the launcher would ask a GPU about a flag's
+            precision, args.mixed_precision = args.mixed_precision, None  # the launcher would check it on a GPU
             args, *_ = _validate_launch_command(args)
             args.mixed_precision = precision or args.mixed_precision
-            args.main_process_port = 0  # any free one, because nothing is started
+            args.main_process_port = 0  # any free port, because nothing is started
             args.deepspeed_fields_from_accelerate_config = ""
             processes, machines, machine = int(args.num_processes), int(args.num_machines), int(args.machine_rank or 0)
             if not 1 <= machines <= processes:
@@ -293,7 +293,8 @@ def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         text = read_text(path)
         content = yaml.safe_load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    # for `!!bool x` and `!!timestamp x`, yaml raises Python's own errors
+    except (OSError, ValueError, LookupError, AttributeError, RecursionError, yaml.YAMLError) as error:
         problem = one_line(" ".join(str(error).split()), 300)
         raise UserError(f"launch file {path}: cannot be read as YAML: {problem}") from None
     content = content or {}

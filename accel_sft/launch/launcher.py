@@ -45,7 +45,7 @@ def will_restart() -> bool:
 
 
 def launcher_flags(command: list[str]) -> dict[str, str]:
-    """The launcher's own `--name value` flags, by name without dashes; a script's flags, with other names, too."""
+    """The launcher's own `--name value` flags, by name without dashes. Includes a script's flags (other names)."""
     flags: dict[str, str] = {}
     for index, word in enumerate(command):
         if (word == "-m" and index > 2) or word == "--module":
@@ -59,8 +59,8 @@ def launcher_flags(command: list[str]) -> dict[str, str]:
 
 
 def own_words(command: list[str], without: Collection[str] = ()) -> list[str]:
-    """Return the launcher's flags as they were typed, up to the module that it starts, `without` the flags of these
-    names (without dashes) and their values; [] if it starts a script."""
+    """Return the launcher's flags as they were typed, up to the module that it starts; [] if it starts a script. The
+    flags named in `without` (without dashes) are left out with their values."""
     begin = next((at + 1 for at, word in enumerate(command[:3]) if _is_launcher(word)), len(command))
     begin += command[begin : begin + 1] == ["launch"]
     end = next((at for at in range(begin, len(command)) if command[at] in ("-m", "--module")), begin)

@@ -69,7 +69,7 @@ def nvidia_gpus() -> tuple[str | None, list[dict[str, Any]]]:
 
 
 def this_machine_computes_bf16(*, with_gpus: bool = True) -> bool:
-    """Whether ranks started here would have bf16 instructions: of NVIDIA's GPUs, by their driver, else of the CPU."""
+    """Whether ranks started here have bf16 instructions: on NVIDIA GPUs if there are any, else on the CPU."""
     gpus = nvidia_gpus()[1] if with_gpus else []
     return all(gpu["capability"] >= _CAPABILITY for gpu in gpus) if gpus else bool(cpu_flags())
 
@@ -110,7 +110,7 @@ def _core_seconds() -> list[float]:
     mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     counts = [line.split() for line in lines if line.startswith("cpu")]
     ticks = [[int(count) for count in counted[1:9]] for counted in counts if counted[0] in mine]
-    if not ticks:  # a container whose cores have other numbers there
+    if not ticks:  # a container, where the file may number the cores differently
         return [math.nan] * 5
     user, nice, system, idle, waiting, _, _, stolen = (sum(column) for column in zip(*ticks, strict=True))
     stats = [folder / "cpu.stat" for folder in host_memory.cgroups("cpu")]  # in versions 2 and 1 of cgroups:
@@ -126,12 +126,12 @@ _POWER_CAP = 0x4
 REASONS = {_POWER_CAP: "power cap", 0x12: "clocks set by a person", 0x60: "heat", 0x88: "slowdown by hardware"}
 """Why a GPU's clock is low, by bits of nvmlClocksEventReason* in nvml.h."""
 _FULL_POWER, _FULL_CLOCK = 0.98, 0.9
-"""Shares of a GPU's default power limit (both are rounded to watts), and of its highest clock (rounds of a measurement
-on a quiet machine differ by as much), from which on nothing counts as slowing it down."""
+"""Shares of a GPU's default power limit and of its highest clock; from these shares on, the GPU does not count as
+slowed down. Limits are rounded to watts, and on a quiet machine the clock varies by as much between measurements."""
 
 
 class GpuState(NamedTuple):
-    """The clock of a GPU's multiprocessors, as a share of the highest clock, and the REASONS bits for a lower clock."""
+    """The clock of a GPU's multiprocessors, also as a share of its highest, and the REASONS bits for a lower clock."""
 
     mhz: float = math.nan
     clock_share: float = math.nan
@@ -139,8 +139,8 @@ class GpuState(NamedTuple):
 
 
 def gpu_state(nvml: Any, handle: Any) -> GpuState:
-    """Read a GPU by the module `pynvml`; all NaN if the driver does not know, as of a MIG slice. A power cap at the
-    card's default limit is none: at full load most GPUs always run into it."""
+    """Read a GPU's state with the module `pynvml`; all NaN if the driver does not report it, such as for a MIG slice. A
+    power cap at the card's default limit does not count: at full load most GPUs always reach it."""
     try:
         clocks = nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo
         mhz, highest = (clock(handle, nvml.NVML_CLOCK_SM) for clock in clocks)
@@ -155,8 +155,8 @@ def gpu_state(nvml: Any, handle: Any) -> GpuState:
 
 
 def others_gib(nvml: Any, handle: Any) -> float:
-    """Memory that processes of others have on a GPU; NaN if the driver does not list this process, as in containers:
-    it is unknown then whose the listed ones are."""
+    """Memory that processes of other launches use on a GPU. NaN if the driver does not list this process, such as in
+    containers: the owners of the listed processes are then unknown."""
     try:
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:
@@ -173,12 +173,12 @@ def others_gib(nvml: Any, handle: Any) -> float:
 
 
 def slowed_by(reasons: float) -> str:
-    """Words for `GpuState.reasons`; "" if nothing slows the GPU down, or that is unknown."""
+    """`GpuState.reasons` in words; "" if nothing slows the GPU down, or if the reasons are unknown."""
     return "" if math.isnan(reasons) else ", ".join(word for bits, word in REASONS.items() if int(reasons) & bits)
 
 
 def open_gpu(uuid: str) -> tuple[Any, Any]:
-    """Return the module `pynvml` and its handle of a GPU, named by torch's UUID: NVML knows no CUDA_VISIBLE_DEVICES."""
+    """Return the module `pynvml` and its handle of the GPU with torch's UUID: NVML's indices count hidden GPUs too."""
     import pynvml
 
     pynvml.nvmlInit()

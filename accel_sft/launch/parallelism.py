@@ -28,7 +28,7 @@ def audit_parallelism(launch: Launch, where: str, *, batching: str, micro_batch_
         what = f"{where}: parallelism_config of {sizes} over {over} is not supported"
         yield error(what, "choose sizes that fit the ranks, as hsdp.yaml, z3_sp.yaml and tp.yaml do")
     if launch.tensor_ranks > 1 and launch.precision[0] == "fp16":
-        what = f"{where}: float16 under tensor parallelism: each rank would see other overflows"
+        what = f"{where}: float16 under tensor parallelism: ranks would see different overflows"
         yield error(what, "--mixed_precision bf16 or no")
     if launch.sequence_ranks > 1:
         if launch.stage == 3 and launch.zero.get("reduce_scatter") is False:
@@ -79,8 +79,8 @@ def sized(launch: Launch, processes: int) -> tuple[str, ...]:
 
 
 def fitted(launch: Launch, devices: int) -> Launch:
-    """Return the launch as a machine with so many accelerators runs it: a rank for each, if its file asks for more.
-    Ranks that the command line names, of several machines, and in groups stay."""
+    """Return the launch as a machine with `devices` accelerators runs it: with a rank for each, if the file asks for
+    more. The number of ranks stays if the command line gives it, on several machines, and with `parallelism`."""
     grouped = launch.parallelism or launch.machines > 1
     if grouped or "num_processes" in launch.arguments or "num_processes" not in launch.yaml:
         return launch
@@ -91,7 +91,7 @@ def fitted(launch: Launch, devices: int) -> Launch:
 
 
 def audit_devices(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
-    """Yield an error for more ranks than accelerators, and notes where the file's number of ranks is not theirs."""
+    """Yield an error for more ranks than accelerators, and a note if the file asks for another number of ranks."""
     ranks, gpus = launch.local_world_size, f"{devices} GPU{'s' * (devices > 1)}"
     if ranks > devices:
         fix = f"--num_processes {devices * launch.machines}"
@@ -102,7 +102,7 @@ def audit_devices(launch: Launch, devices: int, where: str) -> Iterator[Finding]
         most = devices - devices % ranks if launch.parallelism else devices  # ranks may form groups
         if ranks < most:
             flags = " ".join(sized(launch, most))
-            yield note(f"{where}: {ranks} of this machine's {gpus} used", f"for more: {flags} in front of -m")
-        elif (requested := int(launch.yaml["num_processes"])) > ranks:  # a file may have it in quotes
+            yield note(f"{where}: {ranks} of this machine's {gpus} used", f"for more, add {flags} before -m")
+        elif (requested := int(launch.yaml["num_processes"])) > ranks:  # int(): the file may quote the number
             what = f"{where}: for {requested} processes, but this machine has {gpus}"
-            yield note(what, "a process for each; the loss curve is the same")
+            yield note(what, "one process runs on each; the loss curve is the same")

@@ -51,7 +51,7 @@ def computes_bf16(device: Any) -> tuple[bool, str]:
 
 
 def precision_in_record(run: Mapping[str, Any]) -> str | None:
-    """Return the precision in a run's record; None if the record (perhaps a stranger's) has no known one."""
+    """Return the precision in a run's record; None if the record (perhaps another program's) names none."""
     launch = run.get("launch")
     precision = launch.get("precision") if isinstance(launch, dict) else None
     return precision if precision in ("no", "bf16", "fp16") else None
@@ -84,14 +84,14 @@ def choose_precision(launch: Launch, device: Any, precision_of_run: str | None =
 
 
 def assume_precision(launch: Launch, bf16: bool) -> Launch:
-    """Return the launch with the precision it would pick itself: bf16 if `bf16` says the devices have it, else none."""
+    """Return the launch with the precision it would pick itself: bf16 if the devices compute `bf16`, else float32."""
     if launch.named_precision:
         return launch
     return dataclasses.replace(launch, resolved=("bf16" if bf16 else "no", "as its devices compute it"))
 
 
 def type_in_files(model: Any, name: str, weights: Any, dtype: Any) -> Any:
-    """The type of these weights (a tensor) in files of type `dtype`: another where transformers keeps float32, such as
+    """The type of the tensor `weights` in files of type `dtype`. It differs where transformers keeps float32, such as
     for the biases that choose experts."""
     plan = model._get_dtype_plan(dtype)
     usual = dtype if weights.is_floating_point() else weights.dtype

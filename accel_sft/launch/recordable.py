@@ -35,12 +35,12 @@ _IN_TEXT = tuple(
     for pattern, shown in (
         (r"://[^/\s'\"]+@", f"://{HIDDEN}@"),  # user and password, or token, of a URL
         (r"(?i)([?&](?:sig|[\w-]*signature)=)[^\s&'\"]+", rf"\1{HIDDEN}"),  # of a signed URL
-        # access tokens by their beginning; hf_ and sk- begin names of files too, which have no such run of characters
+        # access tokens, by prefix; file names that begin with hf_ or sk- have no such run of characters
         (r"\b(?:github_pat_|glpat-)[\w-]{16,}", HIDDEN),
         (r"\b(?:hf_|gh[opsru]_|pypi-|sk-)(?=[\w-]*[A-Z\d])[\w-]*?[A-Za-z\d]{16}[\w-]*", HIDDEN),
     )
 )
-"""Patterns that recognise secrets in any text by their form, each with what is shown instead."""
+"""Patterns that recognise secrets in any text by their form, each with its replacement."""
 
 
 def recordable(value: Any, name: str = "") -> Any:
@@ -58,19 +58,19 @@ def recordable(value: Any, name: str = "") -> Any:
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    """Whether an option, key or variable of this name has a secret as its value. Variables of environments, in
-    capitals, and of URLs have no columns' names: each KEY is one."""
+    """Whether an option, key or variable of this name has a secret as its value. Environment
+    variables (in capitals) and URL variables never name a column, so each KEY among them is a secret."""
     words = re.sub(r"(?<=[a-z\d])(?=[A-Z])|\W", "_", name.lstrip("-?&")).lower()
     if value in (None, "") or not (_SECRET.search(words) or _PERHAPS.search(words)):
         return False
     if isinstance(value, float) or (isinstance(value, str) and _CONTROL.fullmatch(value)):
-        return False  # a rate by token, or a token of the model
+        return False  # a number per token, or a token of the model
     random = isinstance(value, str) and _RANDOM.search(value)
     return bool(random or _SECRET.search(words) or re.search(r"^[?&]|(?:\b|_)KEYS?\d*(?:\b|_)", name))
 
 
 def masked(text: str) -> str:
-    """`text` with HIDDEN for what looks like a secret: credentials of a URL, values of variables, access tokens."""
+    """`text` with HIDDEN in place of secrets: credentials of a URL, values of variables, access tokens."""
     for secret, shown in _IN_TEXT:
         text = secret.sub(shown, text)
     return _VARIABLE.sub(lambda one: f"{one[1]}={HIDDEN}" if _is_secret(one[1], one[2]) else one[0], text)
@@ -92,7 +92,7 @@ def masked_words(words: Sequence[str]) -> list[str]:
 
 
 def without_secrets(content: Mapping[str, Any]) -> str | None:
-    """A launch file's content as YAML, with HIDDEN for secrets; None if it is empty. Keys of TPUs' machines, whose
+    """A launch file's content as YAML, with HIDDEN for secrets; None if it is empty. Keys about TPUs, whose
     values are command lines and variables, are left out."""
     read = {key: value for key, value in content.items() if not str(key).startswith(("tpu_", "command"))}
     return yaml.safe_dump(recordable(read), sort_keys=False, allow_unicode=True) if read else None

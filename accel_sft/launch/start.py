@@ -28,12 +28,12 @@ from accel_sft.launch.recordable import recordable, versions
 
 _TOY = "note: training the built-in toy model. For a real one: --model Qwen/Qwen2.5-0.5B-Instruct"
 _ALWAYS = "model", "max_length", "global_batch_size", "epochs", "max_steps", "learning_rate", "seed"
-"""Settings that are shown also where they are at the trainer's defaults."""
+"""Settings that are shown even at their defaults."""
 
 
 def begin() -> Launch:
-    """Read the launch of this process; it ends here, with status 0, if the machine has no accelerator for its rank: a
-    launch file made for two GPUs also runs on one. Call it before anything else reads the number of ranks."""
+    """Read the launch of this process. A process whose rank has no accelerator ends here with status 0, so that a
+    launch file for two GPUs also runs on one. Call this before anything else reads the number of ranks."""
     launch = launch_of_this_process()
     adapted = fitted(launch, device_count())
     if adapted is not launch:
@@ -48,9 +48,9 @@ def begin() -> Launch:
 def start(
     launch: Launch, config: TrainConfig, task: Task, *, train: bool = True, precision_of_run: str | None = None
 ) -> tuple[Accelerator, Launch]:
-    """Audit a launch, build its Accelerator, and print the findings; of a dry run and an evaluation, `show` it too.
+    """Audit a launch, build its Accelerator, and print the findings; in a dry run or an evaluation, also `show` it.
 
-    The launch, from `begin`, is returned with its precision. Without `train` this is an evaluation.
+    Takes the launch from `begin`, and returns it with its precision. Without `train` this is an evaluation.
     """
     # notes are about training: an evaluation is not slower without a launcher, and has the run's own precision
     findings = [finding for finding in audit(config, launch) if train or finding.level != "note"]
@@ -72,12 +72,12 @@ def start(
 
 
 def differing_versions(machines: Sequence[tuple[str, dict[str, str]]]) -> Iterator[Finding]:
-    """Yield an error for each library that has not one version on all machines (host and versions, by rank).
+    """Yield an error for each library whose version differs between `machines` (host and versions, by rank).
 
-    Ranks with other code may wait for each other for ever. Python may differ, and a library's build (`+cu130`).
+    Ranks with different code may wait for each other for ever. Python and a library's build (`+cu130`) may differ.
     """
     for name in sorted({name for _, installed in machines for name in installed} - {"python"}):
-        hosts: dict[str, str] = {}  # the first one of each version
+        hosts: dict[str, str] = {}  # the first host with each version
         for host, installed in machines:
             hosts.setdefault(installed.get(name, "missing").split("+")[0], host)
         if len(hosts) > 1:
@@ -88,12 +88,12 @@ def differing_versions(machines: Sequence[tuple[str, dict[str, str]]]) -> Iterat
 def show(
     accelerator: Accelerator, launch: Launch, config: TrainConfig, task: Task, folder: str = "", *, train: bool = True
 ) -> None:
-    """Print the launch, behind the run's folder if there is one, and the settings, on rank 0."""
+    """On rank 0, print the run's folder (if there is one), the launch and the settings."""
     if not accelerator.is_main_process:
         return
     launched = describe(accelerator, launch)
     if train and launch.backend == "plain" and not launch.environment.get(PRECISION):
-        launched += f"; several: {BY_FILE}"
+        launched += f"; for several: {BY_FILE}"
     lines = [f"run       {folder}: {launched}" if folder else f"launch    {launched}"]
     lines.append(printable(f"settings  {_settings_line(config, task, train)}"))
     for line in lines + ["the launch is valid; data and model were not checked"] * config.dry_run:
@@ -101,8 +101,8 @@ def show(
 
 
 def _settings_line(config: TrainConfig, task: Task, train: bool) -> str:
-    """The settings that differ from the defaults, those of _ALWAYS in any case, then the task's own; when a run is
-    evaluated, the run's settings count."""
+    """The settings that differ from the defaults, and those of _ALWAYS, then the task's own. An evaluation shows only
+    the settings that it uses."""
     usual, values = TrainConfig().resolved({}), config.as_dict()
     if train:
         del values["output_dir"]  # the line of the run has it

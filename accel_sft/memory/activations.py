@@ -1,8 +1,8 @@
-"""Bytes that a forward keeps for its backward (activations of the blocks, logits), and the peak of the two.
+"""Bytes that a forward keeps for its backward (activations of the blocks, logits), and their peak.
 
 What autograd saves was counted tensor by tensor (`saved_tensors_hooks`) on small models of transformers 5.23 in
-bfloat16, float32 and float32 under autocast, trained whole or by an adapter; the peak was compared with forwards
-followed on fake tensors (benchmarks/plan_accuracy.py). The formulas leave out what changes a peak by a few percent.
+bfloat16, float32 and float32 under autocast, trained whole or by an adapter. The peak was compared with forwards
+simulated on fake tensors (benchmarks/plan_accuracy.py). The formulas leave out what changes a peak by a few percent.
 """
 
 from accel_sft.memory.job import MOST_LOGITS, Job
@@ -12,10 +12,10 @@ LOGIT = 12
 """Bytes per logit in the loss's backward: the log-softmax, its gradient and the logit's gradient, all in float32.
 Logits in a narrower type are freed by then."""
 _TOWER_KEEPS, _TOWER_HOLDS = 50, 40
-"""Bytes for each patch and element of a vision tower's `width`, in half precision: what a trained block keeps (31 to 57
-were measured), and what a frozen tower holds at once (24 to 44)."""
+"""Bytes per patch and element of a vision tower's `width`, in half precision: kept by a trained block (measured: 31 to
+57), and held at once by a frozen tower (24 to 44)."""
 PIXEL = 4
-"""Bytes of a pixel value, as the processor gives it."""
+"""Bytes of a pixel value in the processor's output."""
 
 
 def block_bytes(job: Job, block: Block) -> float:
@@ -50,7 +50,7 @@ def _feed_forward(job: Job, block: Block, group: str) -> tuple[list[Matrix], lis
 
 
 def _norm_bytes(job: Job) -> int:
-    """Bytes per element of a norm that a matrix follows, the matrix's input included."""
+    """Bytes kept per element of a norm before a matrix, the matrix's input included."""
     if job.is_frozen:
         return 9 if job.autocast else 4 + job.computes_bytes  # the input in float32, and the matrices' input
     return 13 if job.autocast else 4 + 2 * job.computes_bytes
@@ -80,13 +80,13 @@ def _whole_block(job: Job, block: Block) -> float:
 
 
 def _merged_experts(job: Job, block: Block) -> list[float]:
-    """Bytes of each copy of fused experts' weights, to which peft adds an adapter, and which is saved."""
+    """Bytes of each copy of fused experts' weights: peft adds an adapter to the copy, and autograd saves it."""
     adapted = {matrix for *_, matrix in job.shape.adapted(job.adapter, job.target_modules)} if job.is_frozen else set()
     return [job.computes_bytes * m.parameters for m in block.matrices if m.copies > 1 and m in adapted]
 
 
 def _saved_and_recomputed(job: Job) -> tuple[float, float]:
-    """Bytes that all blocks keep at the end of the largest forward, and that checkpointing computes again at once."""
+    """Bytes that all blocks keep at the end of the largest forward, and bytes that checkpointing recomputes at once."""
     blocks = [(block.count, _whole_block(job, block)) for block in job.shape.blocks]
     if not job.gradient_checkpointing:
         return sum(count * size for count, size in blocks), 0.0
@@ -99,7 +99,7 @@ def _stream(job: Job) -> float:
 
 
 def forward_bytes(job: Job) -> float:
-    """Bytes that all blocks keep at some time in the largest forward, those of a vision tower with them."""
+    """Bytes that all blocks keep at some time in the largest forward, a vision tower's included."""
     return sum(_saved_and_recomputed(job)) + tower_bytes(job)[0]
 
 
@@ -117,8 +117,8 @@ def _in_pieces(job: Job) -> bool:
 
 
 def peak_bytes(job: Job) -> dict[str, float]:
-    """Bytes of `activations` and `logits` at the peak of the largest forward and backward: the largest of the moments
-    in the head, in a block's backward, and in a vision tower's forward, before the language model's."""
+    """Bytes of `activations` and `logits` at the peak of the largest forward and backward. The peak is in the head, in
+    a block's backward, or in a vision tower's forward, which comes before the language model's."""
     shape, e, casts = job.shape, job.computes_bytes, job.autocast and not job.is_frozen
     (of_tower, in_tower), (saved, recomputed) = tower_bytes(job), _saved_and_recomputed(job)
     head = 0 if job.is_frozen else e * shape.vocab_size * shape.hidden_size / job.launch.tensor_ranks
@@ -151,12 +151,12 @@ def _block_backward(job: Job, block: Block) -> float:
 
 
 def tower_bytes(job: Job) -> tuple[float, float]:
-    """Bytes that a vision tower keeps for the backward (a frozen one none; with `--train-only` it counts as trained
-    whole), and those that it holds at once in its forward, pixels included in both."""
+    """Bytes that a vision tower keeps for the backward, and bytes that it holds at once in its forward; both include
+    the pixels. A frozen tower keeps nothing else; with `--train-only` all of the tower counts as trained."""
     pixels, tower = float(PIXEL * job.pixels), job.shape.tower
     if tower is None or not tower.values:
         return pixels, pixels
     width = job.pixels / tower.values * tower.width * (2 if job.computes_bytes == 4 else 1)
-    blocks = 1 + tower.depth / 12 if job.gradient_checkpointing else tower.depth  # a block's input is a twelfth of it
+    blocks = 1 + tower.depth / 12 if job.gradient_checkpointing else tower.depth  # a block keeps 12 times its input
     saved = width * _TOWER_KEEPS * blocks if job.train_only is not None else 0.0
     return pixels + saved, pixels + max(saved, width * _TOWER_HOLDS)

@@ -1,7 +1,7 @@
 """Predicts a job's memory by phase and component in closed form: without measuring anything, and without torch.
 
-On a GPU the allocator uses freed memory again, so that a phase takes the most that is held at one moment. On a CPU the
-trainer has glibc keep freed blocks of up to 32 MiB (launch/environment.py), so that what a forward, the building of an
+On a GPU the allocator reuses freed memory, so a phase takes the most that is held at one moment. On a CPU the trainer
+makes glibc keep freed blocks of up to 32 MiB (launch/environment.py). So the memory that a forward, the building of an
 engine or an exchange once took stays resident, and phases add up. benchmarks/plan_accuracy.py measured what stays.
 """
 
@@ -18,8 +18,8 @@ CHECKPOINT_BYTES = 12
 FILE_BYTES = 2**30
 """Bytes above which a checkpoint file gets no further tensor; about as many bytes are copied to host memory at once."""
 CUDA_BYTES = GIB
-"""Bytes of a GPU's memory outside of torch's allocator, an assumption: half is the CUDA context's; a group of NCCL took
-0.53 to 0.67 GiB on A100s (NVIDIA/nccl issue 964)."""
+"""Assumed bytes of a GPU's memory outside of torch's allocator: half is the CUDA context, and an NCCL group took 0.53
+to 0.67 GiB on A100s (NVIDIA/nccl issue 964)."""
 GAPS = 0.08
 """Share of a step's transient memory that torch's GPU allocator loses to gaps and rounding, with expandable segments
 on. Others measured 0.08 to 0.41 without such segments."""
@@ -28,18 +28,18 @@ PROCESS_BYTES = {"ddp": 1.5 * GIB, "deepspeed": 1.7 * GIB}
 CPU_BYTES = 0.4 * GIB
 """Resident bytes of a CPU's rank before its model is loaded."""
 IMAGES_BYTES = 0.1 * GIB
-"""Resident bytes that a processor of images adds to it, beside twice the pixel values of a forward."""
+"""Resident bytes that an image processor adds to these, besides twice the pixel values of a forward."""
 GROWTH_BYTES = 0.24 * GIB
 """Bytes by which a CPU's rank grows until its first step has ended: imports, compiled code, caches, the heap's gaps."""
 HEAP = 1.3
 """What a forward and its backward leave in a CPU's heap, as a multiple of what the forward keeps."""
 LEFT_IN_HEAP = {"ddp": 2.5, 0: 0.5, 1: 4.0, 2: 4.0, 3: 6.5}
-"""Bytes that a CPU's heap and collectives keep, by backend or ZeRO stage: for each trained parameter at stages 1 and 2,
-else for each of all. These are DDP's first buckets, weights before sharding, gathered weights, and exchange buffers."""
+"""Bytes that a CPU's heap and collectives keep, by backend or ZeRO stage: per trained parameter at stages 1 and 2, else
+per parameter. They hold DDP's first buckets, weights before sharding, gathered weights, and exchange buffers."""
 PHASES = ("load", "shard", "first_step", "step", "evaluate", "save", "export")
 """Phases of a run, in order. `first_step` is from the first forward to the first update; `step` is any later step."""
 WITH_COPY = ("step", "evaluate", "save", "export")
-"""Phases in which host memory has copies of the state and of the best weights, for what is written behind them."""
+"""Phases in which host memory has copies of the state and of the best weights, to be written in the background."""
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 """Parts of a rank's memory. `buffers`: communication buckets, gathered weights, copies for a disk or another device,
 freed memory that the heap keeps; `overhead`: the process, its libraries, the CUDA context, a GPU allocator's gaps."""
@@ -55,8 +55,8 @@ class Estimate:
     Attributes:
         device: memory of one rank's accelerator; {} where ranks train on the CPU.
         host: resident memory of one rank's process, shared pages included.
-        spare_bytes: what a rank does without in the phases WITH_COPY where host memory is short: training then waits
-            while checkpoints are written file by file.
+        spare_bytes: what a rank can save in the phases WITH_COPY if host memory is short: training then waits while
+            checkpoints are written file by file.
         notes: what the numbers leave out.
     """
 
@@ -82,7 +82,7 @@ class Estimate:
 
     @property
     def host_needed_bytes(self) -> float:
-        """`host_peak_bytes` without them: host memory of less does not fit."""
+        """`host_peak_bytes` without `spare_bytes`: with less host memory, the job does not fit."""
         return self.local_ranks * max(self.host_needed.values(), default=0.0)
 
     def fits(self, gpu_memory: float | None, host_memory: float | None) -> bool:
@@ -135,14 +135,14 @@ def _add(to: Mapping[str, float], **more: float) -> dict[str, float]:
 
 
 def _resident(states: Placed, overhead: float, *, moments: bool = True) -> dict[str, float]:
-    """A phase with what is there between two forwards alone; before the first update, without the moments."""
+    """A phase with only what is kept between two forwards; before the first update there are no `moments`."""
     optimizer = states.master + states.averages + (states.moments if moments else 0)
     sizes = {"weights": states.weights, "gradients": states.held, "optimizer": optimizer, "buffers": states.buffers}
     return _phase(overhead, **sizes)
 
 
 def _after_training(job: Job, base: Mapping[str, float], evaluate: float, export: float) -> dict[str, dict[str, float]]:
-    """The phases behind a step; `evaluate` and `export` are bytes of their buffers."""
+    """The phases after a step; `evaluate` and `export` are the bytes of their buffers."""
     phases = {"evaluate": _add(base, buffers=evaluate)} if job.eval_rows else {}
     if job.saves:
         phases["save"] = dict(base)
@@ -188,13 +188,13 @@ def _beside_gpu(job: Job, states: Placed) -> dict[str, dict[str, float]]:
 
 
 def _on_cpu(job: Job, states: Placed, part: Job) -> dict[str, dict[str, float]]:
-    """Memory of a rank that trains on a CPU; `states` has those of device and host, which are one memory here."""
+    """Memory of a rank that trains on a CPU; `states` sums device and host, which are one memory here."""
     start = CPU_BYTES + (IMAGES_BYTES + 2 * PIXEL * job.pixels if job.pixels else 0)
     converts = job.loaded_bytes != job.stored_bytes
     loaded = (job.loaded_bytes + job.stored_bytes) * job.shape.parameters if converts else 0
     left = LEFT_IN_HEAP[job.launch.stage if job.launch.backend == "deepspeed" else "ddp"]
     left *= job.trained if job.launch.stage in (1, 2) else job.parameters
-    of_tower, in_tower = tower_bytes(job)  # a frozen tower's has no backward, nor does what follows use it again
+    of_tower, in_tower = tower_bytes(job)  # a frozen tower has no backward, and nothing reuses its memory
     after = _resident(dataclasses.replace(states, buffers=left), start + GROWTH_BYTES)
     activations = HEAP * forward_bytes(part) + in_tower - of_tower
     after = _add(after, activations=activations, logits=HEAP * logits_bytes(part))
@@ -220,7 +220,7 @@ def _generating_bytes(job: Job) -> float:
 
 
 def loading_bytes(job: Job) -> float:
-    """Bytes of host memory, at least, that a GPU's rank takes while it loads the weights: mapped files are page cache,
+    """Least bytes of host memory that a GPU's rank takes while it loads the weights. Mapped files are page cache;
     converted weights need memory, unless ZeRO-3 shards them as they are read."""
     converts = job.loaded_bytes != job.stored_bytes and job.launch.stage < 3
     return weights_bytes(job) / job.launch.tensor_ranks if converts else 0.0
@@ -233,21 +233,21 @@ def _file_bytes(job: Job) -> float:
 
 
 def _copied_bytes(job: Job) -> float:
-    """Bytes of a rank's copy of what it writes of checkpoints, in host memory from the first one on."""
+    """Bytes of a rank's copy of its part of a checkpoint, in host memory from the first checkpoint on."""
     if not job.saves:
         return 0.0
     of_parameter, ranks = checkpoint_bytes_each(job.ema_decay is not None), job.ranks
     if job.launch.backend == "fsdp":
         ranks = job.launch.shard_ranks  # HSDP's first copy of the model writes all
     largest = 0 if job.launch.stage or job.launch.shards_weights else min(job.shape.largest_tensor, job.trained)
-    size = of_parameter * (largest + (job.trained - largest) / ranks)  # a tensor that all have whole is written by one
+    size = of_parameter * (largest + (job.trained - largest) / ranks)  # one rank writes a tensor that all hold
     if job.launch.offload("optimizer") != "none":
         return size
-    return size * job.rounding(FLOAT32 / (ranks if job.launch.shards_weights else 1))  # what a GPU copies to is pinned
+    return size * job.rounding(FLOAT32 / (ranks if job.launch.shards_weights else 1))  # a GPU copies to pinned memory
 
 
 def _exported_bytes(job: Job) -> float:
-    """Bytes of the copy of the weights from which best/ is written: rank 0's, divided by the machine's ranks."""
+    """Bytes of rank 0's copy of the weights, from which best/ is written, divided by the machine's ranks."""
     return job.loaded_bytes * (job.trained if job.is_frozen else job.shape.parameters) / job.local_ranks
 
 

@@ -1,19 +1,19 @@
 """Counts the FLOPs (floating-point operations) that a model needs, and knows what devices can do: for MFU and `plan`.
 
-Model FLOPs utilisation (MFU) is model FLOPs per second over the device's peak. They are counted as NeMo AutoModel does:
+Model FLOPs utilisation (MFU) is model FLOPs per second over the device's peak. They are counted as in NeMo AutoModel:
 
 - A trained matrix takes 6 FLOPs for each element and token: 2 in the forward, 2 for the gradient of its input, 2 for
-  its own. A frozen one takes 4, and an adapter's matrices beside it 6. Embeddings, norms and biases count nothing.
+  its own. A frozen matrix takes 4, an adapter's matrices take 6. Embeddings, norms and biases count as 0.
 - Attention takes 12 for each query-key pair and each element of the queries, as both its products have two operands
-  that need gradients; a row of T tokens has T^2 / 2 pairs. AutoModel takes two thirds of that under LoRA, where
-  attention's gradients are as many as without; with 4,096 tokens and 8 billion parameters MFU is 3% higher here.
+  that need gradients; a row of T tokens has T^2 / 2 pairs. AutoModel takes two thirds of that under LoRA, although
+  attention needs the same gradients. So with 4,096 tokens and 8 billion parameters, MFU is 3% higher here.
 - The head counts for supervised tokens only, as no other logit is needed for the loss.
-- A prefix that rows share counts once, as it is computed; padding never counts. So MFU says how well a device is used,
-  and tokens per second, which count each row's prefix, how much sharing saves.
-- What gradient checkpointing computes again does not count: that would be hardware FLOPs utilisation (HFU).
+- A prefix that rows share counts once, as it is computed; padding never counts. So MFU shows how well a device is
+  used; tokens per second, which count each row's prefix, show how much sharing saves.
+- Recomputation by gradient checkpointing does not count: that would be hardware FLOPs utilisation (HFU).
 
-Of experts only the chosen ones count. A vision tower counts nothing, a sliding window as full attention, a module that
-`--lora-modules-to-save` trains whole as frozen.
+Of experts only the chosen ones count. A vision tower counts as 0, a sliding window as full attention, and a module
+that `--lora-modules-to-save` trains whole as frozen.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class ModelFlops:
     pair: float
 
     def total(self, tokens: float, supervised_tokens: float, pairs: float) -> float:
-        """FLOPs of so many tokens (computed ones, without padding), supervised tokens and query-key pairs."""
+        """FLOPs of these numbers of tokens (computed, without padding), supervised tokens and query-key pairs."""
         return self.token * tokens + self.supervised_token * supervised_tokens + self.pair * pairs
 
 
@@ -48,8 +48,8 @@ def model_flops(job: Job) -> ModelFlops:
 class Peaks(NamedTuple):
     """A device's dense peaks in TFLOP/s by computing type, with sums in float32; None where it lacks the type.
 
-    `link` is what one GPU reaches sending to others of its machine, in GB/s: about 0.8 of NVLink's rate in one
-    direction, or what PCIe 4.0 and 5.0 give without it. `host_link` is the like between GPU and host.
+    `link` is the rate, in GB/s, at which one GPU sends to others of its machine: about 0.8 of NVLink's rate in one
+    direction, or without NVLink the rate of PCIe 4.0 or 5.0. `host_link` is the rate between GPU and host.
     """
 
     bf16: float | None
@@ -89,7 +89,7 @@ _NAMED = (
     (r"V100-PCIE.*", Peaks(None, 112, None, 14)),
     (r"T4", Peaks(None, 65, None, 8.1)),
 )
-"""Peaks by the device's full name without its maker, from NVIDIA's data sheets and white papers, where sparse they are
+"""Peaks by the device's full name without its maker, from NVIDIA's data sheets and white papers; sparse peaks are
 halved. Slices of a device (MIG) and variants that are not listed are unknown."""
 
 
@@ -100,6 +100,6 @@ def peaks(device_name: str) -> Peaks | None:
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """The device's peak in FLOP/s; None if it, or that of such a precision, is not known."""
+    """The device's peak in FLOP/s at this precision; None if it is not known."""
     teraflops = getattr(peaks(device_name), precision, None) if precision in ("bf16", "fp16", "tf32", "fp32") else None
     return teraflops * 1e12 if teraflops else None

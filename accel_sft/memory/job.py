@@ -1,4 +1,4 @@
-"""`Job`: what is trained, on what, and how; predictions of memory and speed are about a job."""
+"""`Job`: a training run as predictions of memory and speed see it: model, launch and sizes."""
 
 import dataclasses
 import math
@@ -35,13 +35,13 @@ class Job:
     Attributes:
         device: `cuda`, or `cpu`, where ranks train in host memory.
         stored_bytes: bytes of one element in the weight files.
-        train_only: the value of `--train-only`; memory is counted as if all weights were trained, which is the most.
+        train_only: the value of `--train-only`; memory is counted as if all weights were trained, an upper bound.
         tokens: tokens in the largest forward of a rank, padding included; `supervised_tokens` of them have a loss.
         rows, pixels: rows in that forward, and pixel values of its images, as the processor makes them.
         head: `labelled`, `everywhere` or `pieces`, as in `batching.loss.HEADS`.
-        copied_keys: keys that rows behind a shared prefix see (each row the prefix and itself), of all rows together;
-            attention may have to copy them, see `copies`. 0: no prefix.
-        in_cache: whether rows go on from the cache of their prefix.
+        copied_keys: keys that rows after a shared prefix attend to (prefix and own), summed over rows; attention may
+            copy them, see `copies`. 0: no prefix.
+        in_cache: whether rows continue from the KV cache of their prefix.
         eval_rows: answers generated at once during the run; 0: none are generated.
         eval_tokens: tokens of the longest of these answers with its prompt; 0: as many as a row of the forward has.
         saves: whether checkpoints are written.
@@ -103,13 +103,13 @@ class Job:
 
     @property
     def copies(self) -> bool:
-        """Whether attention copies a shared prefix for each row and each head: always behind a cache, else on GPUs in
-        float32 (models/cascade.py)."""
+        """Whether attention copies a shared prefix for each row and each head: always with a cache, otherwise only on
+        GPUs in float32 (models/cascade.py)."""
         return self.in_cache or (not self.on_cpu and self.computes_bytes > 2)
 
     @property
     def prefix_and_own(self) -> tuple[int, int]:
-        """Tokens of the prefix from whose cache rows go on (0: no prefix), and of a row behind it, padded."""
+        """Tokens of the prefix whose cache the rows continue (0: no prefix), and of a padded row after it."""
         if not (self.in_cache and self.copied_keys and self.rows > 1):
             return 0, math.ceil(self.tokens / max(self.rows, 1))
         prefix = (self.copied_keys - self.tokens) // (self.rows - 1)
@@ -144,15 +144,15 @@ class Job:
         return self.shape.parameters + (self.trained if self.is_frozen else 0)
 
     def rounding(self, itemsize: float) -> float:
-        """By what factor the blocks that torch pins in host memory are larger than the model's matrices of `itemsize`
-        bytes an element, one block a matrix (an adapter's are too small to matter); 1 where ranks train on the CPU."""
+        """Bytes of the blocks that torch pins in host memory, one for each matrix, divided by the matrices' bytes at
+        `itemsize` per element. An adapter's matrices are too small to matter. 1 if ranks train on the CPU."""
         if self.on_cpu:
             return 1.0
         sizes = [(count, itemsize * elements) for count, elements in self.shape.tensors()]
         return sum(count * pinned(size) for count, size in sizes) / sum(count * size for count, size in sizes)
 
     def weights_bytes(self, itemsize: int) -> float:
-        """Bytes of all weights, where one that is not in 4 bits takes `itemsize` bytes."""
+        """Bytes of all weights; a weight that is not in 4 bits takes `itemsize` bytes."""
         quantized = self.shape.linear if self.load_in_4bit else 0
         return itemsize * (self.parameters - quantized) + IN_4_BITS * quantized
 

@@ -20,12 +20,12 @@ _TOKENIZED = "of the data as it was tokenized here last"
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Tokens and supervised tokens of a task's training examples: the most of one example, and the means.
+    """Tokens and supervised tokens of a task's training examples: maxima and means per example.
 
     Attributes:
-        source: what the numbers were taken from, in words.
-        vocabulary: rows of the embedding of `tiny`, which is built from the data; 0 if unknown.
-        pixels: pixel values that the processor makes of the images of the row with most; None if unknown.
+        source: where the numbers come from, in words.
+        vocabulary: embedding rows of the built-in model `tiny`, whose tokenizer is made from the data; 0 if unknown.
+        pixels: most pixel values that the processor makes of one row's images; None if unknown.
     """
 
     longest: int
@@ -46,8 +46,8 @@ def keep(
     vocabulary: int = 0,
     pixels: int = 0,
 ) -> None:
-    """Store the lengths of a run's examples, in place of those of an earlier run under the same settings; nothing
-    depends on it. `lengths` and `supervised` are arrays, of which `mean` gives the mean as they are trained on."""
+    """Store the lengths of a run's examples, in place of those of an earlier run with the same settings. A failure is
+    ignored. `mean` gives the mean of the arrays `lengths` and `supervised` as training draws their rows."""
     means = mean(lengths), mean(supervised)
     made = Lengths(int(lengths.max()), int(supervised.max()), *means, _TOKENIZED, vocabulary, pixels)
     about, key = dataclasses.asdict(made), _key(task, config)
@@ -60,7 +60,7 @@ def keep(
 
 
 def read(task: Task, config: TrainConfig) -> Lengths:
-    """The lengths that the last run here kept for these resolved settings, or else `--max-length` for every example."""
+    """The lengths that the last run here stored for these resolved settings; without them, `--max-length` for all."""
     entry = cache.find(_KIND, _key(task, config))
     if entry:
         return Lengths(**entry[1])
@@ -70,6 +70,6 @@ def read(task: Task, config: TrainConfig) -> Lengths:
 
 def _key(task: Task, config: TrainConfig) -> str:
     kind = f"{type(task).__module__}.{type(task).__qualname__}"
-    form = [field.name for field in dataclasses.fields(Lengths)]  # another version may keep others
+    form = [field.name for field in dataclasses.fields(Lengths)]  # another version may have other fields
     parts = [kind, dataclasses.asdict(task), {name: getattr(config, name) for name in _DECIDE}, form]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:32]

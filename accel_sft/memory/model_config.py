@@ -1,6 +1,6 @@
-"""Counts a model's parameters by group and block: builds it from its config.json on the meta device, without weights.
+"""Counts a model's parameters by group and block: builds the model from config.json on the meta device.
 
-Any family that transformers knows is counted, in a second or two; torch's import takes most of it.
+Any family that transformers knows is counted in a second or two; torch's import takes most of that time.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ _LORA_RANKS = {"gate": 1, "gate_up_proj": 2, "down_proj": 1}
 """Families whose router and fused experts peft 0.21 adapts too with LoRA on all linear layers, and the ranks that it
 gives these, in multiples of --lora-r."""
 _MOST_TOKENS = 1024
-"""Tokens up to which a row is really run through a layer with a state; longer ones are in proportion. It is a multiple
-of usual chunks."""
+"""Most tokens with which a layer with a state is run; longer rows are extrapolated in proportion. A multiple of usual
+chunk sizes."""
 
 
 class UnusableModel(UserError):
@@ -33,7 +33,7 @@ class UnusableModel(UserError):
 
 
 def read_shape(config: dict[str, Any], name: str) -> ModelShape:
-    """The shape of the model that transformers builds of config.json's content; `name` is for errors. Imports torch."""
+    """The shape of the model that transformers builds from this config.json; `name` is for errors. Imports torch."""
     return _walked(_built(config, name))
 
 
@@ -55,7 +55,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def stored_bytes(config: dict[str, Any]) -> int:
-    """Bytes of an element in the weight files, as config.json names their type; 2 where it does not."""
+    """Bytes of an element in the weight files, by the type in config.json; 2 if it names none."""
     named = config.get("dtype") or config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
     return BYTES.get(str(named).removeprefix("torch."), 2)
 
@@ -75,13 +75,13 @@ def _built(config: dict[str, Any], name: str) -> Any:
         of_model = classes[0][0] if isinstance(classes[0], tuple) else classes[0]
         with torch.device("meta"):  # not by from_config, which would shard it under ZeRO-3
             return of_model(settings)
-    except Exception as error:  # noqa: BLE001 - a library's error on a stranger's configuration is the user's to read
+    except Exception as error:  # noqa: BLE001 - any error that a library raises here is shown to the user
         why = f"its parameters cannot be counted: {first_line(error)}"
         raise UserError(f"--model {name}: model_type {config.get('model_type')}: {why}") from None
 
 
 def _walked(model: Any) -> ModelShape:
-    """The shape of a built model: its longest list of blocks, its embeddings, and what is left."""
+    """The shape of a built model: its largest list of blocks, its embeddings, and the rest."""
     import torch
 
     text = model.config.get_text_config(decoder=True)
@@ -116,7 +116,7 @@ def _walked(model: Any) -> ModelShape:
 
 
 def _block(module: Any, active: int | None, config: Any) -> Block:
-    """One block: its linear layers and experts as matrices, the rest as vectors. A token has `active` experts."""
+    """One block: its linear layers and experts as matrices, the rest as vectors. A token uses `active` experts."""
     import torch
 
     matrices: list[Matrix] = []
@@ -153,8 +153,8 @@ def _block(module: Any, active: int | None, config: Any) -> Block:
 
 
 def _kept_bytes(layer: Any, config: Any, itemsize: int, tokens: int) -> float:
-    """Bytes that a row keeps in a layer with a state, run on the meta device: such layers compute by chunks, and keep
-    products of a chunk's tokens, and states between chunks."""
+    """Bytes that a row keeps in a layer with a state, measured on the meta device. Such layers compute in chunks; they
+    keep products of a chunk's tokens, and states between chunks."""
     import torch
 
     dtype, saved = torch.float32 if itemsize == 4 else torch.bfloat16, {}

@@ -8,14 +8,14 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.limits import names_of
 
 SavedBytes = Callable[[int, int], float]
-"""Bytes that a row keeps in a layer with a state, by the bytes of an element and the row's tokens."""
+"""Maps bytes per element and tokens of a row to the bytes that the row keeps in a layer with a state."""
 ALL_LINEAR = "all-linear"
 """The value of --lora-target-modules that stands for every linear layer but the head."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """A matrix of a block, under the name of its module there, such as `q_proj`.
+    """A matrix of a block, named after its module, such as `q_proj`.
 
     Attributes:
         group: `attention`, `recurrent`, `feed_forward` or `experts`.
@@ -42,7 +42,7 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """A kind of block, of which the model has `count`. `vectors` are elements of one block's norms; `recurrent` is
+    """A kind of block; the model has `count` of them. `vectors` are elements of one block's norms; `recurrent` is
     empty where layers with a state cannot be measured."""
 
     count: int
@@ -68,7 +68,7 @@ class Tower:
 
 
 def tower(vision: Mapping[str, Any]) -> Tower | None:
-    """The tower of config.json's vision part, as Qwen, CLIP and SigLIP name its sizes; None where they are absent."""
+    """The tower in config.json's vision part, whose sizes are named as in Qwen, CLIP or SigLIP; None without sizes."""
 
     def first(*names: str, otherwise: int = 0) -> int:
         size = next((vision[name] for name in names if vision.get(name)), otherwise)
@@ -113,7 +113,7 @@ class ModelShape:
 
     @property
     def matrices(self) -> list[tuple[int, Matrix]]:
-        """The matrices of each kind of block, after the number of these blocks."""
+        """The number of blocks of each kind, with each of their matrices."""
         return [(block.count, matrix) for block in self.blocks for matrix in block.matrices]
 
     @property
@@ -142,7 +142,7 @@ class ModelShape:
         return max(size for _, size in self.tensors())
 
     def tensors(self) -> Iterator[tuple[int, int]]:
-        """Yield the number of equal tensors, and the elements of one, for all tensors but vectors."""
+        """Yield, for all tensors but vectors, the number of equal tensors and the elements of one of them."""
         yield (1 if self.tied else 2), self.vocab_size * self.hidden_size
         yield from ((count, m.copies * m.inputs * m.outputs) for count, m in self.matrices)
 
@@ -191,8 +191,8 @@ class ModelShape:
         return dataclasses.replace(self, blocks=blocks, heads=heads, key_value_heads=key_value_heads)
 
     def saved(self, modules_to_save: str | None) -> int:
-        """Number of parameters of the modules that `--lora-modules-to-save` names; UserError for one that is not
-        counted by itself."""
+        """Number of parameters of the modules that `--lora-modules-to-save` names; UserError for a module that is not
+        counted separately."""
         sizes = dict.fromkeys(("embed_tokens", "lm_head"), self.vocab_size * self.hidden_size)
         named = {name.rpartition(".")[2] for name in names_of(modules_to_save)}
         if self.tied and named >= sizes.keys():
@@ -200,12 +200,12 @@ class ModelShape:
         for count, matrix in self.matrices:
             sizes[matrix.name] = sizes.get(matrix.name, 0) + count * matrix.parameters
         if unknown := ", ".join(sorted(named - sizes.keys())):
-            raise UserError(f"--lora-modules-to-save {unknown}: not counted before the start; {', '.join(sizes)} are")
+            raise UserError(f"--lora-modules-to-save {unknown}: cannot be counted; only {', '.join(sizes)} can")
         return sum(sizes[name] for name in named)
 
     def adapted(self, adapter: str, target_modules: str = ALL_LINEAR) -> Iterator[tuple[int, int, Matrix]]:
-        """Yield each matrix that an adapter is put on, after its count in the model and its rank in units of --lora-r;
-        UserError for a target module that no block has."""
+        """Yield, for each matrix that an adapter is put on, its count in the model, its rank in units of --lora-r, and
+        the matrix; UserError for a target module that no block has."""
         names = set(names_of(target_modules))
         linear = dict.fromkeys(m.name for _, m in self.matrices if m.is_linear)
         if names != {ALL_LINEAR} and (missing := ", ".join(sorted(names - linear.keys()))):

@@ -25,10 +25,10 @@ _SWAP_BUFFERS = 5 * 1e8
 
 @dataclasses.dataclass
 class Placed:
-    """One rank's bytes in one place, device or host, between forwards unless another moment is named.
+    """One rank's bytes in one place, device or host: those between forwards, unless an attribute says otherwise.
 
     Attributes:
-        weights: the weights that forwards compute with, or a shard of them; `master`: float32 copies of the trained.
+        weights: the weights that forwards compute with, or a shard of them; `master`: float32 copies of trained ones.
         moments: AdamW's moments, from the first step on; `averages`: those of `--ema-decay`.
         held: gradients that outlive the update (DDP's buckets, offloaded partitions).
         gradients: gradients of one step at the end of its last backward, besides `held`.
@@ -62,7 +62,7 @@ def placed(job: Job) -> tuple[Placed, Placed]:
         device, host = _data_parallel(job), Placed()
     else:
         device, host = {0: _stage_0, 1: _stages_1_and_2, 2: _stages_1_and_2, 3: _stage_3}[job.launch.stage](job)
-    if job.ema_decay is not None:  # averages lie beside what the optimizer steps: float32 copies, or the weights
+    if job.ema_decay is not None:  # averages are kept with what the optimizer updates: float32 copies, or the weights
         if device.master or host.master:
             device.averages, host.averages = (AVERAGE * place.master / MASTER for place in (device, host))
         else:
@@ -82,8 +82,8 @@ def least_bytes(job: Job) -> tuple[float, float]:
 
 
 def update_bytes(job: Job, *, moments: bool) -> float:
-    """Bytes, beside activations, that a prepared model's first update will still allocate on a rank's device. A resumed
-    run has the `moments` already, DDP its buckets."""
+    """Bytes, beside activations, that a prepared model's first update will still allocate on a rank's device. With
+    `moments` (a resumed run) these exist already; DDP's buckets always do."""
     device, _ = placed(job)
     largest = FLOAT32 * min(job.shape.largest_tensor, job.trained) / job.launch.tensor_ranks
     size = device.gradients + max(device.in_flight, device.update, largest)
@@ -100,7 +100,7 @@ def weights_bytes(job: Job) -> float:
 
 
 def _data_parallel(job: Job) -> Placed:
-    """DDP, whose buckets hold the gradients, or one process; under tensor parallelism a rank has its part of all."""
+    """One process, or DDP, whose buckets hold the gradients; under tensor parallelism, a rank's part of the model."""
     cut = job.launch.tensor_ranks
     trained, several = job.trained / cut, job.ranks > 1 and cut == 1
     itemsize = FLOAT32 if job.is_frozen else job.loaded_bytes
@@ -130,9 +130,9 @@ def _stage_0(job: Job) -> tuple[Placed, Placed]:
 
 def _stages_1_and_2(job: Job) -> tuple[Placed, Placed]:
     """Gradients are reduced through a bucket. At stage 2 in bf16 a rank keeps its part flat in float32, 16T/N in all
-    (DeepSpeed's estimator has 18T/N); otherwise in the computing type, and flattens and casts it for the update, 20T/N.
-    Stage 1 keeps whole gradients until those of the last micro-batch are reduced, unless it overlaps exchange and
-    backward."""
+    (DeepSpeed's estimator has 18T/N); otherwise it keeps its part in the computing type, and flattens and casts it for
+    the update, 20T/N. Stage 1 keeps whole gradients until those of the last micro-batch are reduced, unless it overlaps
+    exchange and backward."""
     trained, e, share = job.trained, job.computes_bytes, job.trained / job.ranks
     bucket = _zero(job, "reduce_bucket_size", _TRAINERS_BUCKET)
     overlaps = not job.on_cpu and bool(_zero(job, "overlap_comm", True))
@@ -188,14 +188,14 @@ def _stage_3(job: Job) -> tuple[Placed, Placed]:
             most = min(off, sub_group)
             host.buffers += _rounded_up(job.sums_bytes * share) + off / max(most, 1) * _rounded_up(FLOAT32 * most)
         device = device.plus(Placed(master=MASTER * stays, moments=MOMENTS * stays, held=FLOAT32 * stays))
-        device.update = FLOAT32 * min(stays, sub_group)  # torch's AdamW keeps a square root of a sub-group at once
+        device.update = FLOAT32 * min(stays, sub_group)  # for torch's AdamW: the square root of a sub-group
     else:
         host = host.plus(Placed(held=job.sums_bytes * share, buffers=(MASTER + MOMENTS + FLOAT32) * sub_group))
     return device, host
 
 
 def _stays(job: Job, share: float) -> float:
-    """Elements of a rank's part that Twin-Flow steps on the device: whole sub-groups, of which vectors are one."""
+    """Elements of a rank's part that Twin-Flow updates on the device: whole sub-groups. Vectors form one."""
     if job.on_cpu:  # the host's Adam steps everything
         return 0.0
     size = _zero(job, "sub_group_size", _SUB_GROUP)
@@ -214,8 +214,8 @@ def live_parameters(job: Job) -> float:
 
 
 def _fsdp(job: Job) -> tuple[Placed, Placed]:
-    """FSDP2: every rank keeps a shard. A block is gathered in the computing type, together with the next one, and its
-    gradient is exchanged in float32, as is the head's (`in_flight`), which stays gathered from its forward on."""
+    """FSDP2: every rank keeps a shard. A block is gathered in the computing type, together with the next block. Its
+    gradient and the head's (`in_flight`) are exchanged in float32. The head stays gathered from its forward on."""
     n, e, trained = job.launch.shard_ranks, job.computes_bytes, job.trained
     itemsize = FLOAT32 if job.is_frozen else job.loaded_bytes
     block, head = job.shape.largest_block, job.shape.vocab_size * job.shape.hidden_size
@@ -230,7 +230,7 @@ def _fsdp(job: Job) -> tuple[Placed, Placed]:
         working.gathered = e * job.parameters
     if job.launch.offload("param") == "none":
         return working.plus(states), Placed()
-    # each parameter's shard is pinned, and its gradient as it comes
+    # each parameter's shard is pinned, and so is its gradient
     states.buffers = states.weights * (job.rounding(weights_bytes(job) / job.parameters / n) - 1)
     states.buffers += states.gradients * (job.rounding(itemsize / n) - 1)
     return working, states
@@ -248,7 +248,7 @@ def _rounded_up(*sizes: float) -> float:
 
 
 def _zero(job: Job, key: str, default: Any) -> float:
-    """A number of the DeepSpeed JSON; for `auto`, what Accelerate makes of the hidden size, else `default`."""
+    """A number of the DeepSpeed JSON, else `default`; for `auto`, what Accelerate computes from the hidden size."""
     zero: Mapping[str, Any] = job.launch.zero
     value, hidden = zero.get(key, default), job.shape.hidden_size
     if value == "auto":

@@ -26,14 +26,14 @@ ExtraState = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class Reads(NamedTuple):
-    """The trained weights that `after_step` reads or changes: a text in their names, and whether gradients are read."""
+    """Which trained weights `after_step` reads or changes: a part of their names, and whether it reads gradients."""
 
     name_part: str
     gradients: bool
 
 
 class Adapter:
-    """The peft code of an adapter type: here of LoRA (Hu et al., 2021), which needs nothing between steps."""
+    """The peft code of an adapter type. This one is LoRA (Hu et al., 2021), which needs nothing between steps."""
 
     def config(self, settings: TrainConfig, total_steps: int, common: dict[str, Any]) -> Any:
         """Return the PeftConfig of a new adapter; `common` are arguments that the PeftConfigs of all types take."""
@@ -42,7 +42,7 @@ class Adapter:
         return LoraConfig(r=settings.lora_r, use_rslora=settings.use_rslora, use_dora=settings.use_dora, **common)
 
     def reads(self, model: Any, step: int) -> Reads | None:
-        """Which weights `after_step` reads, so that sharded ones can be gathered; None if it must not be called."""
+        """Which weights `after_step` reads, so that sharded ones can be gathered; None: do not call `after_step`."""
         return None
 
     def after_step(self, model: Any, step: int, weights: Mapping[str, torch.Tensor]) -> Collection[str]:
@@ -79,7 +79,7 @@ class AdaLora(Adapter):
         )
 
     def reads(self, model: Any, step: int) -> Reads | None:
-        """All adapter weights until the ranks are final, while importance grows with gradients; then only the singular
+        """Until the ranks are final, all adapter weights: gradients add to their importance. Then only the singular
         values, which stay masked."""
         config, allocator = self._allocation(model)
         final = config.total_step - config.tfinal
@@ -92,7 +92,7 @@ class AdaLora(Adapter):
         base = model.base_model
         config, allocator = self._allocation(model)
         final = config.total_step - config.tfinal
-        if step > final and allocator.ipt:  # the step that should make the ranks final was skipped: do so now
+        if step > final and allocator.ipt:  # the step that should make the ranks final was skipped: make them final
             step = final
         prefix = "base_model.model."  # prefix of the model's names that the allocator's names lack
         named = {name.removeprefix(prefix): weight for name, weight in weights.items()}
@@ -139,7 +139,7 @@ def type_of(model: Any) -> str | None:
 
 
 def adapter_of(model: Any) -> Adapter:
-    """The peft code of the model's adapter type; for others, hooks that do nothing."""
+    """The peft code of the model's adapter type; for types not in TYPES, hooks that do nothing."""
     return TYPES.get(type_of(model) or "", Adapter())
 
 
@@ -199,7 +199,7 @@ def saved_adapter(
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise UserError(
             f"--init-from: the adapter {folder} cannot be merged into weights that ZeRO-3 has sharded; "
-            "train it on with --adapter lora, or launch with stage 2 or less"
+            "train it further with --adapter lora, or launch with stage 2 or less"
         )
     return merged(_with_adapter(model, folder, False), folder).requires_grad_(True)
 
@@ -207,7 +207,7 @@ def saved_adapter(
 def merged(adapted: Any, folder: str) -> Any:
     """The model with the adapter from `folder` merged into its weights."""
     if not hasattr(adapted, "merge_and_unload"):
-        raise UserError(f"{folder}: adapters of type {type_of(adapted)} cannot be added to weights; name another")
+        raise UserError(f"{folder}: adapters of type {type_of(adapted)} cannot be merged into weights")
     return adapted.merge_and_unload()
 
 
@@ -243,7 +243,7 @@ def _check_shape(folder: str, settings: TrainConfig) -> None:
     if saved["peft_type"] == settings.adapter.upper():
         given |= {key: (field, getattr(settings, field)) for key, field in ADAPTERS[settings.adapter].items()}
     wrong = [
-        f"{flag_of(field)} {value}: the adapter in {folder} has {saved.get(key)}; give that, or leave it out"
+        f"{flag_of(field)} {value}: the adapter in {folder} has {saved.get(key)}; give that value, or leave it out"
         for key, (field, value) in given.items()
         if value is not None and comparable(saved.get(key)) != comparable(value)
     ]

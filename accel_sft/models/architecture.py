@@ -70,7 +70,7 @@ def parts_of(names: Iterable[str]) -> list[str]:
 
 
 def alike(names: Iterable[str]) -> list[str]:
-    """Names that differ in numbers alone (of layers, of experts) as one: `layers.0-3,7.norm.weight (5)`."""
+    """Merge names that differ only in numbers (of layers, of experts): `layers.0-3,7.norm.weight (5)`."""
     by_form: dict[str, list[list[str]]] = {}
     for name in names:
         by_form.setdefault(_NUMBER.sub("*", name), []).append(_NUMBER.findall(name))

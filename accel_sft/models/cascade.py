@@ -1,9 +1,9 @@
 """Attention of many rows to one prefix, without a copy of the prefix for each row, by torch's fused kernels.
 
-Attention within the prefix and within each row, and the rows' attention to the prefix, are computed apart, each with
-its log-sum-exp, and added up in the proportions of their exponential sums ("cascade", as in Ye et al., FlashInfer,
-2024). In the backward, given the log-sum-exp of the whole, each part yields its share of the whole's gradient ("ring",
-as in Liu et al., 2023, arXiv 2310.01889), so that only the whole's output is kept.
+Three parts are computed separately, each with its log-sum-exp: attention within the prefix, attention within each row,
+and the rows' attention to the prefix. They are added in proportion to their exponential sums ("cascade", as in Ye et
+al., FlashInfer, 2024). In the backward, each part computes its share of the gradient from the log-sum-exp of the sum
+("ring", as in Liu et al., 2023, arXiv 2310.01889), so that only the output of the sum is kept.
 
 Within rows, which are padded to one length, causality hides the padding.
 """
@@ -17,8 +17,8 @@ from torch.nn import functional
 
 SHORT = 256
 """On a CPU in half precision, rows of at most this many keys run attention's backward in float32. In half precision,
-torch 2.13 spends a tenth of a millisecond per head and row, at any length, on setting up products: with 16 to 128 keys
-ten times as long as the whole backward in float32; with 512 keys not longer (EPYC with avx512_bf16, one thread)."""
+torch 2.13 spends 0.1 ms per head and row on setting up products, whatever the length. With 16 to 128 keys this is ten
+times the whole backward in float32; with 512 keys it is no longer than that (EPYC with avx512_bf16, one thread)."""
 _HALF = (torch.bfloat16, torch.float16)
 _WIDEST = 192
 """Largest head dimension for which FlashAttention has a backward on every GPU."""
@@ -26,8 +26,8 @@ _WIDEST = 192
 
 @dataclasses.dataclass(frozen=True)
 class PrefixedRows:
-    """The places of R rows in a sequence: P tokens of a `prefix` that all rows see (or none), then N own tokens of one
-    row after another, of the longest row L.
+    """Where R rows lie in a sequence: first a `prefix` of P tokens (maybe none) that all rows see, then the rows' own
+    tokens, row after row: N in all, L in the longest row.
 
     Attributes:
         own: which token after the prefix stands at each place of the rows padded to L, (R * L,); a shorter row repeats
@@ -76,8 +76,8 @@ def _backward_on_gpu(*saved: torch.Tensor, causal: bool, scale: float | None) ->
 
 
 class Kernels(NamedTuple):
-    """Fused attention of a kind of device, and its backward; a small example in `dtype` may differ from plain attention
-    by the share `tolerance` of its norm.
+    """Fused attention for a type of device, and its backward. On a small example in `dtype`, the difference from plain
+    attention may have a norm of at most `tolerance` times the result's.
 
     Queries, keys, values and outputs are (B, heads, T, D), log-sum-exps (B, heads, T). A backward takes the output's
     gradient, query, key, value, output and log-sum-exps, and returns gradients of query, key and value.
@@ -208,7 +208,7 @@ def _is_right(kernels: Kernels, device: torch.device) -> bool:
         pairs = [(one.float().cpu(), other) for one, other in zip(computed, expected, strict=True)]
     except torch.OutOfMemoryError:  # says nothing about the kernels
         raise
-    # another torch may lack the kernels or give them other arguments, a device may lack them
+    # another version of torch may lack the kernels or give them other arguments; a device may lack them
     except (AttributeError, RuntimeError, TypeError, ValueError, IndexError, AssertionError):
         return False
     return all(bool((a - b).norm() <= kernels.tolerance * b.norm()) for a, b in pairs)

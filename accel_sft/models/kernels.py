@@ -1,4 +1,4 @@
-"""Packages that compute a loaded model's layers in another way: bitsandbytes, Liger's kernels, torch's compiler."""
+"""Packages that compute a loaded model's layers in other ways: bitsandbytes, Liger's kernels, torch's compiler."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from accel_sft.models.architecture import without_adapter
 COMPILED_VARIANTS = 64
 """Maximum number of variants of a block's code that torch compiles. All blocks of a model share one code, and a variant
 is needed for each combination of mask, dropout, gradient mode and adapter. The checks before the first step need up to
-11, which is more than torch's default, 8: all of training would then run uncompiled."""
+11; with torch's default, 8, all of training would run uncompiled."""
 _FLAG = "--use-liger-kernel"
 _LEFT_OUT = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 """Liger's losses are not used: the loss here is a sum over a whole step's supervised tokens (batching/loss.py)."""
@@ -36,7 +36,7 @@ def in_4bit(name: str, settings: Any, compute: torch.dtype) -> dict[str, Any]:
 
     bitsandbytes("--load-in-4bit")
     if getattr(settings, "quantization_config", None):
-        raise UserError(f"--load-in-4bit: the weights of {name} are quantized already; leave it out, or name others")
+        raise UserError(f"--load-in-4bit: the weights of {name} are quantized; leave the option out, or name others")
     quantization = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
     )
@@ -98,7 +98,7 @@ def trouble_of_compiling(error: BaseException) -> str:
     if compiler is None or not isinstance(error, compiler.BackendCompilerFailed):
         return ""
     return (
-        f"--compile: torch cannot compile ({one_line(first_line(error), 48)}); see to g++ (on GPUs gcc) and "
+        f"--compile: torch cannot compile ({one_line(first_line(error), 48)}); check g++ (on GPUs gcc) and "
         "TORCHINDUCTOR_CACHE_DIR, or leave --compile out"
     )
 

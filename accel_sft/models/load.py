@@ -1,4 +1,4 @@
-"""Loads the model of a `Source` in stages: weights in the right type, their tokens, the adapter, what is trained."""
+"""Loads the model of a `Source` in stages: weights in the right type, new tokens, the adapter, what is trained."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def load_model(
         largest_id: the largest token id that the model will read.
         tensor_ranks: number of ranks that share each matrix.
         tokenizer: generation stops at its end tokens, and tokens that the weights lack get embeddings.
-        new_tokens: ids that `--chat-template` added to it: a new adapter trains their embeddings.
+        new_tokens: ids that `--chat-template` added to the tokenizer; a new adapter trains their embeddings.
         offload: where to keep weights that do not fit on the GPU, "host" or "disk"; only for evaluation.
     """
     train = total_steps > 0
@@ -85,10 +85,10 @@ def _refuse_settings(
     """Raise UserError for settings that the source or this machine does not support."""
     if source.adapter and tensor_ranks > 1:
         raise UserError(
-            f"--model {source.adapter}: tensor parallelism cuts no adapter; merge it first (accel-sft merge)"
+            f"--model {source.adapter}: tensor parallelism does not split adapters; merge it first (accel-sft merge)"
         )
     if source.adapter and offload:
-        raise UserError(f"--offload: {source.adapter} is an adapter; merge it first (accel-sft merge), name the sum")
+        raise UserError(f"--offload: {source.adapter} is an adapter; merge it first (accel-sft merge)")
     attention = config.attn_implementation or ""
     if attention == "flex_attention" and train and not device_count():
         raise UserError("--attn-implementation flex_attention: it has no backward on a CPU; leave it out, or use sdpa")
@@ -99,15 +99,15 @@ def _refuse_settings(
 
 
 def _refuse_kernels(name: str) -> None:
-    """Raise UserError if the model's configuration names code on a hub, as ORG/REPO, to compute attention with."""
+    """Raise UserError if the model's configuration names code on the hub (ORG/REPO) that computes attention."""
     from transformers import PreTrainedConfig
 
     with errors_explained(name):
         content, _ = PreTrainedConfig.get_config_dict(name)
     if kernel := re.search(r'_implementation": (?:{[^}]*)?"([^"}]+/[^"]+)"', json.dumps(content)):
         raise UserError(
-            f"--model {name}: attention computed by code of a hub, {kernel[1]}; choose --attn-implementation "
-            "sdpa, or read it and pass --trust-remote-code"
+            f"--model {name}: code on the hub computes its attention, {kernel[1]}; choose --attn-implementation "
+            "sdpa, or read that code and pass --trust-remote-code"
         )
 
 

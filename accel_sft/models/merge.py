@@ -23,7 +23,7 @@ _PROBE = "How much is 12 + 34? Say it in one word: forty-six. Und wie heißt das
 
 def merge(source: Source, tokenizer: Any, dtype: str | None, *, trust_remote_code: bool) -> tuple[Any, str]:
     """The base of `source` with its adapter added, summed in float32 on the CPU, then rounded once to `dtype` (a name
-    in DTYPES; None: that of the base's files); and the name of its type."""
+    in DTYPES; None: that of the base's files); and the name of the resulting type."""
     if source.adapter is None:
         raise UserError(f"{source.weights}: full weights, no adapter: there is nothing to merge; use them as they are")
     config = TrainConfig(dtype="float32", trust_remote_code=trust_remote_code)
@@ -32,7 +32,7 @@ def merge(source: Source, tokenizer: Any, dtype: str | None, *, trust_remote_cod
     stored = stored_dtype(AutoConfig.from_pretrained(source.weights, trust_remote_code=trust_remote_code))
     if getattr(base.config, "quantization_config", None):
         raise UserError(
-            f"{source.weights}: the base is quantized, which would round the sum; name whole weights as "
+            f"{source.weights}: the base is quantized, which would round the sum; name unquantized weights as "
             "base_model_name_or_path in adapter_config.json"
         )
     ids = torch.tensor([tokenizer(_PROBE)["input_ids"]])
@@ -43,8 +43,8 @@ def merge(source: Source, tokenizer: Any, dtype: str | None, *, trust_remote_cod
         difference = (model(input_ids=ids).logits[0] - apart).abs().max().item()
         if not difference <= _TOLERANCE * max(apart.abs().max().item(), 1.0):  # NaN is refused too
             raise UserError(
-                f"{source.adapter}: cannot be merged: logits would be off by {difference:.2g}; it is not finite, of "
-                "another base, or on one of two tied layers (embeddings, head)"
+                f"{source.adapter}: cannot be merged: logits would be off by {difference:.2g}; the adapter is not "
+                "finite, of another base, or on one of two tied layers (embeddings, head)"
             )
         dtype = dtype or next((name for name, kind in DTYPES.items() if kind == stored), "float32")
         for name, tensor in model.state_dict(keep_vars=True).items():

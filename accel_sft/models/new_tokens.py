@@ -13,15 +13,15 @@ from accel_sft.api.errors import UserError
 _SAMPLED = 8192
 """Number of old rows, spread over the vocabulary, whose mean initializes new rows."""
 _SPREAD = 0.1
-"""Standard deviation of new rows around that mean, as a share of the old rows': enough to distinguish new tokens, too
-little to make any of them likely (Hewitt, 2021: the mean keeps the model's predictions)."""
+"""Standard deviation of new rows around that mean, as a share of the old rows' deviation: enough to distinguish new
+tokens, too little to make any of them likely (Hewitt, 2021: the mean keeps the model's predictions)."""
 
 
 def know_tokens(
     model: Any, tokenizer: Any, seed: int, log: Callable[[str], None], new_tokens: Collection[int] = ()
 ) -> None:
-    """Give the model a row of its embedding and its head for each token of the tokenizer, by the seed and the old rows.
-    Spare rows of a padded matrix, often zeros, are initialized likewise for `new_tokens`."""
+    """Give the model a row of its embedding and its head for each token of the tokenizer; missing rows are drawn around
+    the old rows' mean. Spare rows of a padded matrix, often zeros, are drawn likewise for `new_tokens`."""
     size = max(tokenizer.get_vocab().values()) + 1
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     before = getattr(embedding.weight, "ds_shape", embedding.weight.shape)[0]
@@ -31,7 +31,7 @@ def know_tokens(
         parts = [part for part in (embedding, head) if part is not None]
         if any(hasattr(part.weight, "placements") or part.weight.is_meta for part in parts):
             raise UserError(
-                "new tokens need embeddings, which tensor parallelism cuts and --offload places; launch with "
+                "new tokens need embeddings, which tensor parallelism and --offload cannot add; launch with "
                 "accelerate_configs/z3.yaml, or name a merged model"
             )
         tied = head is not None and head.weight is embedding.weight
@@ -74,8 +74,8 @@ def _gathered(*weights: Any) -> Any:
 
 
 def trained_beside(model: Any, tokens: Sequence[int], others: list[str]) -> dict[str, Any]:
-    """peft's argument that makes an adapter train the embedding and head rows of these tokens, except of matrices in
-    `others`, which are adapted or trained in full."""
+    """peft's argument that makes an adapter train the embedding and head rows of these tokens, except in matrices named
+    in `others`, which are adapted or trained in full."""
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     named = {name.rpartition(".")[2]: part for name, part in model.named_modules() if any(part is end for end in ends)}
     rows = {name: list(tokens) for name in named if tokens and name not in others}
@@ -105,7 +105,7 @@ def rows_made(model: Any) -> Iterator[None]:
 
 def use_rows(adapted: Any) -> None:
     """Call the frozen layer in forwards, and replace its output for trained rows. peft's own forward copies the full
-    matrix to insert them, and bypasses the hooks with which ZeRO-3 gathers it."""
+    matrix to insert these rows, and bypasses the hooks with which ZeRO-3 gathers the matrix."""
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 
     for layer in adapted.modules():

@@ -1,4 +1,4 @@
-"""Attention of rows behind one copy of their common prefix, for training and for generation.
+"""Attention of rows after one copy of their common prefix, for training and for generation.
 
 Rows continue from the cache of one prefix forward, differentiably and with layers of any kind: attention layers cache
 the prefix's keys and values, stateful layers their state. Rows use this cache by reference, so that one backward adds
@@ -22,8 +22,8 @@ from accel_sft.models.cascade import PrefixedRows, cascade, cut_rows, probe_kern
 
 
 def install(device: torch.device | None = None) -> None:
-    """Let every model of this process with sdpa attention accept the arguments `rows` or `decoding`; otherwise nothing
-    changes. Kernels that copy no prefix are probed on the device where rows will be computed."""
+    """Let every model of this process with sdpa attention accept the arguments `rows` and `decoding`; without these
+    nothing changes. The kernels that do not copy the prefix are probed on `device`, where rows will be computed."""
     if device is not None:
         probe_kernels(device)
     AttentionInterface.register("sdpa", rows_attention)
@@ -64,12 +64,12 @@ def rows_attention(
         return output.flatten(0, 1)[rows.back][None], None
     others = (kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux"))
     if any(args) or kwargs.get("dropout") or any(others) or not usable(query, key, value):
-        raise NotImplementedError("no kernels for such rows behind a prefix")  # found before step 1: rows use a cache
+        raise NotImplementedError("no kernels for such rows after a prefix")  # met before step 1: rows use a cache
     return cascade(query, key, value, rows, kwargs.get("scaling")), None
 
 
 def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """A float32 tensor, such as rotated queries and keys, cast as by autocast, which does not cover these kernels."""
+    """A float32 tensor, such as rotated queries and keys, cast as autocast would if it covered these kernels."""
     kind = tensor.device.type
     if tensor.dtype == torch.float32 and torch.is_autocast_enabled(kind):
         return tensor.to(torch.get_autocast_dtype(kind))
@@ -77,17 +77,17 @@ def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class PrefixCache(DynamicCache):
-    """A cache that a layer may read repeatedly without changing it: autograd could not go back through transformers'
-    own caches, which change in place, and gradient checkpointing would compute with changed ones."""
+    """A cache that a layer may read repeatedly without changing it. transformers' own caches change in place: autograd
+    could not go back through them, and gradient checkpointing would recompute from changed ones."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
         self.layers: list[Any] = self.layers
         self.read: list[Any] | None = [None] * len(self.layers)
-        """What each layer has kept of the prefix; None once it is read."""
+        """What each layer has cached of the prefix; None once the prefix is read."""
 
     def behind(self, rows: int) -> "PrefixCache":
-        """The cache from which `rows` rows go on, once the prefix is read."""
+        """The cache from which `rows` rows continue, once the prefix is read."""
         assert self.read is not None
         behind = copy.copy(self)
         behind.layers = [_copy(layer or empty) for layer, empty in zip(self.read, self.layers, strict=True)]
@@ -101,7 +101,7 @@ class PrefixCache(DynamicCache):
         return behind
 
     def _changing(self, index: int) -> Any:
-        """A copy of a layer's cache, for a forward of the layer to change."""
+        """A copy of a layer's cache, which a forward of the layer may change."""
         if self.read is None:
             return _copy(self.layers[index])
         self.read[index] = self.read[index] or _copy(self.layers[index])
@@ -116,7 +116,7 @@ class PrefixCache(DynamicCache):
     def update_conv_state(
         self, conv_states: Any, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Any:
-        """As the library's, which copies into a buffer: the inputs from where the convolution has to begin."""
+        """Return the inputs from where the convolution has to begin, like the library's, which copies into a buffer."""
         layer, before = self._changing(layer_idx), self.layers[layer_idx]
         size = conv_kernel_size or before.conv_kernel_size[state_idx] or conv_states.shape[-1]
         if before.has_previous_state[state_idx]:
@@ -167,8 +167,8 @@ def prefix_first(model: Any, prefix: torch.Tensor) -> Iterator[None]:
     base = without_adapter(model)
     own = base.forward
     taken = arguments(base)
-    for layer in base.modules():  # transformers takes a cache from layers that checkpointing computes again, lest they
-        if isinstance(layer, GradientCheckpointingLayer):  # change it twice, which a `PrefixCache` does not allow
+    for layer in base.modules():  # transformers denies a cache to layers that checkpointing recomputes: they would
+        if isinstance(layer, GradientCheckpointingLayer):  # change it twice. A `PrefixCache` does not change.
             layer._can_checkpoint_with_cache = True
     cache_name = cache_argument(own) or "past_key_values"
     no_logits = {"logits_to_keep": prefix.new_zeros(0)} if "logits_to_keep" in taken else {}

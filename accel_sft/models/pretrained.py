@@ -24,7 +24,7 @@ _NAMED = 4
 _DEQUANTIZED = ("mxfp4", "fp8", "compressed-tensors")
 """Kinds of quantized checkpoints that transformers can dequantize on loading, so that the weights can be trained."""
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-_ALONE = "multimodal weights are loaded as their language model alone, and exported so; merge an adapter to serve it"
+_ALONE = "of multimodal weights, only the language model is loaded and exported; merge an adapter to serve it"
 _EXACT = """
     colwise colwise_gather_output colwise_rep embedding_rowwise rowwise rowwise_rep rowwise_split_input
 """
@@ -32,8 +32,8 @@ _EXACT = """
 (tests/launch/test_tensor_parallel.py). `replicated_with_grad_allreduce` does not: after a step's second backward it
 counts the first gradient once per rank."""
 LOWEST_TORCH = "2.7"
-"""Lowest torch version for transformers' tensor parallelism: its distribute_tensor() has `src_data_rank`."""
-_INSTEAD = "train with accelerate_configs/z3.yaml, which shares out any model's weights"
+"""Lowest torch version for transformers' tensor parallelism, which passes `src_data_rank` to distribute_tensor()."""
+_INSTEAD = "train with accelerate_configs/z3.yaml, which shards any model's weights"
 _WEIGHTS_SHARE = 0.75
 """Share of each memory that offloaded weights may fill; the rest is for activations and the KV cache."""
 OR_NONE = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
@@ -108,7 +108,7 @@ def vocabulary_problem(name: str, text: Any, largest_id: int) -> str | None:
         return None
     return (
         f"--model {name}: its tokenizer has token {largest_id}, and the model's vocabulary ends at {size - 1}; use "
-        "their own tokenizer, or resize_token_embeddings"
+        "the model's own tokenizer, or resize_token_embeddings"
     )
 
 
@@ -122,8 +122,8 @@ def text_settings(name: str, *, trust_remote_code: bool) -> Any:
 
 
 def stored_dtype(settings: Any) -> torch.dtype:
-    """The type of a model's weights by its configuration; float32 if the configuration has no type."""
-    # `dtype` may be a token of a model's own
+    """The type of a model's weights according to its configuration; float32 if the configuration names none."""
+    # a model's own code may use the name `dtype` for something else
     named = getattr(settings.get_text_config(decoder=True), "dtype", None) or getattr(settings, "dtype", None)
     return named if isinstance(named, torch.dtype) else torch.float32
 
@@ -153,10 +153,10 @@ def _refuse_incomplete(name: str, loading_info: dict[str, Any]) -> None:
     """Raise UserError for weights missing from the files: transformers would only initialize them randomly."""
     mismatched = loading_info["mismatched_keys"]
     shapes = [f"{key} {tuple(in_file)} for {tuple(expected)}" for key, in_file, expected in mismatched]
-    for what, keys in (("lack", loading_info["missing_keys"]), ("have in another shape than config.json says", shapes)):
+    for what, keys in (("lack", loading_info["missing_keys"]), ("do not match config.json in the shapes of", shapes)):
         if keys:
             named = f"{len(keys)} of the model's weights ({_named(sorted(keys))})"
-            raise UserError(f"--model {name}: its files {what} {named}; name whole files, or fix its config.json")
+            raise UserError(f"--model {name}: its files {what} {named}; name complete files, or fix its config.json")
 
 
 def _named(keys: list[str]) -> str:
@@ -196,7 +196,7 @@ def freeze_others(model: Any, pattern: str, log: Callable[[str], None], new_toke
 
 
 def would_train(name: str, config: TrainConfig, log: Callable[[str], None], images: bool, new: Sequence[int]) -> None:
-    """Log which weights `--train-only` trains, and raise the errors that training would, on the meta device."""
+    """Log which weights `--train-only` trains, and raise the errors that training would raise; uses the meta device."""
     from transformers import AutoConfig
 
     trusted = {"trust_remote_code": config.trust_remote_code}
@@ -225,7 +225,7 @@ def check_plan(name: str, settings: Any, kind: Any, ranks: int, *, images: bool)
     counts = [(getattr(text, key, None), what) for key, what in heads.items()]
     uneven = [f"{count} {what}" for count, what in counts if isinstance(count, int) and count % ranks]
     if images:
-        problem = "the data has images, and plans cut language models only"
+        problem = "the data has images, and plans split language models only"
     elif not plan:
         problem = "transformers has no plan (base_model_tp_plan) for it"
     elif unknown := sorted({*plan.values(), *of_class.values()} - {*_EXACT.split()}):
@@ -235,11 +235,11 @@ def check_plan(name: str, settings: Any, kind: Any, ranks: int, *, images: bool)
     elif getattr(settings, "quantization_config", None):
         problem = "its weights are quantized"
     if problem:
-        raise UserError(f"--model {name}: tensor parallelism cannot cut it, {problem}; {_INSTEAD}")
+        raise UserError(f"--model {name}: tensor parallelism cannot split it, {problem}; {_INSTEAD}")
 
 
 def cut_over(ranks: int) -> dict[str, Any]:
-    """Return the arguments of from_pretrained by which each rank loads its part, by the model's plan."""
+    """Return the arguments of from_pretrained with which each rank loads its part, as the model's plan says."""
     if Version(torch.__version__) < Version(LOWEST_TORCH):
         needs = f"torch {LOWEST_TORCH} or newer, and {torch.__version__} is installed"
         raise UserError(f"tensor parallelism needs {needs}; {_INSTEAD}")
@@ -255,9 +255,9 @@ def refuse_offload(where: str | None, *, ranks: int, quantized: bool) -> None:
     if ranks > 1:
         raise UserError("--offload: one process places the whole model; start it without accelerate launch")
     if quantized:
-        raise UserError("--offload: weights in 4 bits cannot be offloaded; leave it out, or name a model that is not")
+        raise UserError("--offload: weights in 4 bits cannot be offloaded; leave it out, or name unquantized weights")
     if where == "host" and not device_count():
-        raise UserError("--offload host: there is no GPU here, so that all weights are in host memory anyhow; try disk")
+        raise UserError("--offload host: there is no GPU here, so all weights are in host memory anyway; try disk")
 
 
 def placing(where: str) -> dict[str, Any]:

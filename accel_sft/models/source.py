@@ -27,7 +27,7 @@ _CARRY_ROWS = ("trainable_token_indices", "modules_to_save")
 """Keys of adapter_config.json by which an adapter may carry embeddings of tokens that its base lacks."""
 _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/(\w+)/")
 _NOT_READ = ["consolidated*", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "*.ot", "*.pt", "*.pth", "original/*"]
-"""Files of a hub id that are not fetched with a revision: weights of other libraries, or in their form."""
+"""Files of a hub id that are not fetched with a revision: weights in formats of other libraries."""
 _SAMPLES, _SAMPLE_BYTES = 1 << 14, 1 << 12
 _SHIPPED: tuple[str, ...] = ("*.safetensors", "*.safetensors.index.json", "README.md", "*.jinja", "config.json")
 _SHIPPED += ("chat_template.json", "adapter_config.json", "generation_config.json", "tokenizer_config.json")
@@ -97,7 +97,7 @@ def _fetched(name: str, revision: str | None) -> str:
 
 
 def hub_place(name: str) -> tuple[str, str] | None:
-    """Hub id and commit of a model of the hub, by its id or its folder in the hub's cache; None for others."""
+    """Hub id and commit of a model, from its hub id or its folder in the hub's cache; None for other folders."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -117,11 +117,11 @@ def began_with(source: Source, record: Mapping[str, Any] | None) -> str:
         return str(RunDir(Path(source.weights).parent).base)
     if isinstance(began, str):
         return began
-    raise UserError(f"--base auto: {source.weights} is of no run, and no adapter; name its base")
+    raise UserError(f"--base auto: {source.weights} is neither from a run nor an adapter; name its base")
 
 
 def as_it_began(base: Source, tuned: Source, record: Mapping[str, Any] | None) -> Source:
-    """`base`, with the tokenizer of the tuned weights if their run gave that another chat template."""
+    """`base`, with the tokenizer of the tuned weights if their run was given a `--chat-template`."""
     if not record or not record["config"].get("chat_template"):
         return base
     return dataclasses.replace(
@@ -148,13 +148,13 @@ def weights_identity(source: Source) -> str | None:
 
 
 def other_base(source: Source) -> list[str]:
-    """A line if the base's weights have changed since this adapter was trained, as by overwriting."""
+    """A line if the base's weights have changed since this adapter was trained, for example by overwriting."""
     record = RunDir.record_around(source.adapter) if source.adapter else None
     before = record.get("base_weights") if record else None
     now = weights_identity(source) if before else None
     if not now or now == before:
         return []
-    return [f"{source.adapter}: its base {source.weights} is not what it was trained on; put those weights back"]
+    return [f"{source.adapter}: its base {source.weights} has changed since training; restore the old weights"]
 
 
 def is_tiny(model: str, *, init_from: str | None = None) -> bool:
@@ -177,7 +177,7 @@ def resolved(config: Settings, task: Task | type[Task]) -> Settings:
 
 
 def _reach(name: str) -> None:
-    """Raise OSError if no file of `name` is cached here and the hub cannot be reached: libraries try for a minute."""
+    """Raise OSError if no file of `name` is cached here and the hub cannot be reached: libraries retry for a minute."""
     from huggingface_hub import constants, file_download, get_session
 
     cached = Path(constants.HF_HUB_CACHE) / file_download.repo_folder_name(repo_id=name, repo_type="model")
@@ -185,7 +185,7 @@ def _reach(name: str) -> None:
         return
     try:
         get_session().head(constants.ENDPOINT, timeout=10)
-    except Exception as error:  # the HTTP library's own; huggingface_hub has had three
+    except Exception as error:  # an error of the HTTP library; huggingface_hub has used three
         raise OSError(f"couldn't connect to '{constants.ENDPOINT}' ({first_line(error)})") from error
 
 
@@ -207,12 +207,12 @@ def errors_explained(name: str) -> Iterator[None]:
         cause = first_line(error)
         if not isinstance(error, (OSError, ValueError, ImportError, UserWarning, SafetensorError)):
             cause = one_line(" ".join(what_and_where(error).split()), LONGEST_ERROR)
-        if isinstance(error, pickle.UnpicklingError):  # torch's own text suggests to run what is in the file
+        if isinstance(error, pickle.UnpicklingError):  # torch's own text suggests running what is in the file
             cause = "its weights hold more than numbers, which could run code; use safetensors, from someone you trust"
         if "trust_remote_code" in str(error):
             cause = "it needs its own code to run; read that code, then pass --trust-remote-code"
         if "couldn't connect to" in cause:
-            cause = f"{cause.rstrip('.')}; see to the network, or name a folder that has the model's files"
+            cause = f"{cause.rstrip('.')}; check the network, or name a folder that has the model's files"
         if any(word in str(error) for word in ("attn_implementation", "FlashAttention", "`kernels`")):
             raise UserError(f"--attn-implementation: {cause}") from error
         as_id = "" if here else "no such folder here, and as a hub id "

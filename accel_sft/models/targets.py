@@ -14,8 +14,8 @@ ALL_LINEAR = "all-linear"
 
 
 def targets(model: Any, *, names: list[str], saved: list[str], parameters: list[str]) -> dict[str, Any]:
-    """Return peft's arguments for `names`, of `--lora-target-modules`, excluding `saved`, of `--lora-modules-to-save`,
-    and for `parameters`, of `--lora-target-parameters`.
+    """Return peft's arguments for `names` (`--lora-target-modules`) without `saved` (`--lora-modules-to-save`), and for
+    `parameters` (`--lora-target-parameters`).
 
     With `all-linear`, peft would also choose layers that text never passes through, layers that peft then refuses, and
     layers whose adapter would have no effect.
@@ -42,7 +42,7 @@ def targets(model: Any, *, names: list[str], saved: list[str], parameters: list[
             f"--lora-target-parameters {missing}: not in this model. Its expert parameters are: {experts or 'none'}"
         )
     if missing := ", ".join(name for name in saved if not _ends_any(modules, name)):
-        raise UserError(f"--lora-modules-to-save {missing}: no such module in this model; print(model) has all")
+        raise UserError(f"--lora-modules-to-save {missing}: no such module in this model; print(model) shows all")
     if twice := ", ".join(sorted({*saved} & {*names})):
         raise UserError(f"--lora-modules-to-save {twice}: --lora-target-modules names it too; leave one out")
     if parameters:
@@ -58,7 +58,7 @@ def targets(model: Any, *, names: list[str], saved: list[str], parameters: list[
 
 
 def left_out(adapted: Any) -> list[str]:
-    """Names of the layers, and of experts in one tensor, that an adapter on all linear layers leaves out."""
+    """Names of the layers, and of tensors that hold experts, that an adapter on all linear layers leaves out."""
     from peft.tuners.lora.layer import ParamWrapper
 
     model = adapted.get_base_model()
@@ -75,8 +75,8 @@ def left_out(adapted: Any) -> list[str]:
 
 
 def unfit(model: Any) -> list[str]:
-    """Linear layers with a forward of their own, or with weights that are used without calling the layer, as kernels of
-    state-space layers do."""
+    """Names of linear layers that have a forward of their own, or whose weights are used without calling the layer, as
+    by kernels of state-space layers."""
     names, beyond = [], beyond_text(model)
     for name, module in model.named_modules():
         if not isinstance(module, (torch.nn.Linear, Conv1D)) or _has_any(name, module, beyond):

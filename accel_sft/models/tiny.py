@@ -103,10 +103,10 @@ def build_tiny(directory: Path, texts: Sequence[str], seed: int) -> None:
 def train_tokenizer(texts: Sequence[str]) -> Any:
     """A small byte-level BPE that makes copying easy: varying text is spelt out, constant text is one token.
 
-    One token per digit and per Chinese or Japanese character, so that positions can be counted; words and runs of
-    punctuation merge only where many texts have them, so that a new name is spelt by well-trained pieces. Openings
-    shared by many texts (the system prompt, an answer's fixed prefix) are one token. Characters that are not in `texts`
-    become their UTF-8 bytes: any text in Unicode's NFC round-trips.
+    Each digit and each Chinese or Japanese character is one token, so that positions can be counted. Words and runs of
+    punctuation merge only if many texts have them, so that a new name is spelt by well-trained pieces. Openings shared
+    by many texts (the system prompt, an answer's fixed prefix) are one token. Characters that are not in `texts` become
+    their UTF-8 bytes: any text in Unicode's NFC round-trips.
     """
     from tokenizers import AddedToken, pre_tokenizers
     from transformers import Qwen2Tokenizer

@@ -25,11 +25,11 @@ from accel_sft.models.tiny import CHAT_TEMPLATE
 CHATML = "chatml"
 """The value of `--chat-template` that stands for the built-in template."""
 _CONTROL = re.compile(r"<\|[^<>|\s'\"{}]+\|>")
-"""Marks that are surely control tokens of a template without a tokenizer of its own. Others, such as `<think>`,
+"""Marks that are surely control tokens, in a template that comes without a tokenizer. Other marks, such as `<think>`,
 `[INST]` or `<tools>`, are plain text in some models."""
 _TURNS = [{"role": "system", "content": "!"}, {"role": "user", "content": "?"}]
 _IDLE = re.compile(r"^- `(\w+)`: ", re.M)
-"""Names of settings in the error by which transformers refuses to save some that have no effect."""
+"""Finds the names of settings in the error with which transformers refuses to save settings without effect."""
 _PENALTIES = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1}
 _PENALTIES |= {"encoder_no_repeat_ngram_size": 0, "min_length": 0}
 _FORCED = """
@@ -53,9 +53,9 @@ class GivenTemplate:
     def give(self, tokenizer: Any) -> None:
         """Put the template into a tokenizer.
 
-        Control tokens of the template become special tokens: of another tokenizer's template those that are special
-        there, of a file those like `<|im_end|>` and the mark that ends an answer. The token that ends an answer becomes
-        the tokenizer's eos; its former eos becomes the pad token, if there is none.
+        Control tokens of the template become special tokens. In another tokenizer's template, these are the tokens that
+        are special there; in a file, those like `<|im_end|>`, and the mark that ends an answer. The token that ends an
+        answer becomes the tokenizer's eos; the former eos becomes the pad token, if there is none.
         """
         tokenizer.chat_template, their_special = self._read()
         if not tokenizer.chat_template.strip():
@@ -73,9 +73,9 @@ class GivenTemplate:
         if form.drops_answer:
             raise self._unusable("it writes no answer of an assistant; is it a chat template, in Jinja?")
         if begins and not written.startswith(tokenizer.bos_token):
-            what = f"the base begins a text with {tokenizer.bos_token}, the template with none"
-            self.lines.append(f"warning: --chat-template {self.name}: {what}: put {{{{ bos_token }}}} in front of it")
-        # a template may put a mark together of parts, such as '<|' + role + '|>': so what it writes is searched, too
+            what = f"the base begins a text with {tokenizer.bos_token}, the template does not"
+            self.lines.append(f"warning: --chat-template {self.name}: {what}: put {{{{ bos_token }}}} in front")
+        # a template may assemble a mark from parts, such as '<|' + role + '|>': so what it writes is searched, too
         searched = f"{tokenizer.chat_template}\n{written}"
         marks = (their_special or _CONTROL).findall(searched)
         if not their_special:
@@ -87,7 +87,7 @@ class GivenTemplate:
             tokenizer.pad_token = tokenizer.eos_token
         tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in new], special_tokens=True)
         self.new_tokens = [tokenizer.convert_tokens_to_ids(mark) for mark in new if mark not in before]
-        ends = f"it ends no answer: {tokenizer.eos_token} is put there"
+        ends = f"it ends no answer, so {tokenizer.eos_token} is added there"
         if end := special_tokens(tokenizer).search(form.tail):
             tokenizer.eos_token = end[0]
             ends = f"answers end with {end[0]}, at which generation stops"
@@ -97,7 +97,7 @@ class GivenTemplate:
         self.lines.append(f"--chat-template {self.name}: {marks_now}; {ends}")
 
     def _read(self) -> tuple[str, re.Pattern[str] | None]:
-        """The template's text and, if it is another tokenizer's, a pattern of that one's special tokens."""
+        """The template's text and, if it is another tokenizer's, a pattern of that tokenizer's special tokens."""
         if self.name == CHATML:
             return CHAT_TEMPLATE, None
         path = expanded(self.name, "--chat-template")
@@ -205,15 +205,15 @@ def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules
 
 
 def left_out(generation_config: Any) -> dict[str, Any]:
-    """Settings of a model by which answers are not its most likely tokens, with the values that disable them: with
-    these, `generate` answers as evaluations do."""
+    """Settings of a model that make answers differ from its most likely tokens, with the values that disable them. With
+    these values, `generate` answers as evaluations do."""
     given = {name: getattr(generation_config, name, None) for name in _WITHOUT}
     return {name: _WITHOUT[name] for name, value in given.items() if value is not None and value != _WITHOUT[name]}
 
 
 def answer_ends(tokenizer: Any, generation_config: Any) -> set[int]:
-    """Ids that end an answer: `end_of_turn_ids` and, if the chat template writes none of them behind an answer or a
-    call, the special token that ends turns or calls there, as `<|im_end|>` in Qwen's base models."""
+    """Ids that end an answer: `end_of_turn_ids`. If the chat template writes none of these after an answer (or a call),
+    also the special token that it writes there, such as `<|im_end|>` in Qwen's base models."""
     ends, rendering = end_of_turn_ids(tokenizer, generation_config), Rendering(tokenizer)
     written, called = rendering.ends(), rendering.call_ends()
     ends = ends if ends.intersection(written) else ends | {*written[:1]}
@@ -222,7 +222,7 @@ def answer_ends(tokenizer: Any, generation_config: Any) -> set[int]:
 
 def stop_at_ends(model: Any, tokenizer: Any, log: Callable[[str], None]) -> None:
     """Have generation stop where answers end, also in exports. Settings without effect, such as a temperature where
-    nothing is drawn, are taken out: transformers would refuse to save them."""
+    nothing is drawn, are removed: transformers would refuse to save them."""
     if not model.can_generate():
         return
     settings = model.generation_config
@@ -230,13 +230,13 @@ def stop_at_ends(model: Any, tokenizer: Any, log: Callable[[str], None]) -> None
     if ends - named_ends(settings):
         settings.eos_token_id = [eos, *sorted(ends - {eos})]
     if names := ", ".join(left_out(settings)):
-        log(f"generation_config.json: {names}: answers are scored without; generate so too, as the model card does")
+        log(f"generation_config.json: {names}: evaluations ignore these; disable them too, as in the model card")
     try:
         settings.validate(strict=True)  # as `save_pretrained` does
     except ValueError as error:
         idle = _IDLE.findall(str(error))
         given = ", ".join(f"{name} {getattr(settings, name)}" for name in idle)
-        log(f"generation_config.json: {given}: without effect, and left out of what is exported")
+        log(f"generation_config.json: {given}: without effect, so left out of exports")
         for name in idle:
             setattr(settings, name, None)
 
@@ -277,7 +277,7 @@ def load_processor(source: Source, *, model: str, trust_remote_code: bool) -> An
         else:
             processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
     if getattr(processor, "image_token", None) is None or not hasattr(processor, "image_token_ids"):
-        raise UserError(f"--model {name}: {type(processor).__name__} names no token of an image")
+        raise UserError(f"--model {name}: {type(processor).__name__} names no image token")
     return processor
 
 

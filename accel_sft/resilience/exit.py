@@ -1,4 +1,4 @@
-"""Ends a command that failed: its message, the rank that prints it, its exit status, torchrun's record of it."""
+"""Ends a failed command: decides the message, the rank that prints it, the exit status and torchrun's record."""
 
 import atexit
 import contextlib
@@ -22,22 +22,22 @@ from accel_sft.io.text import one_line, printable
 from accel_sft.resilience import peers
 
 _REPEATED = "same error as another rank on this machine"
-"""Message that ranks record whose failure is the same as an earlier rank's."""
+"""Message that a rank records if an earlier rank has failed with the same error."""
 EXPLAIN_SECONDS = 7.0
-"""Maximum number of seconds that a rank with an unexpected error waits to learn whether one on another machine failed
-before it: that one's end breaks the collectives of this one. `peers` shares a failure within six seconds."""
+"""Maximum number of seconds that a rank with an unexpected error waits to learn whether a rank on another machine
+failed first: that failure breaks collectives of this rank. `peers` shares a failure within six seconds."""
 DISK_SECONDS = 3.0
-"""Maximum number of seconds that a thread, before it ends this rank, waits for the disk to take the run's result."""
+"""Maximum number of seconds that a thread waits for the run's result to be on the disk before it ends this rank."""
 
 
 class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
-    """Ends the process when its body raises: a UserError with a line for each problem; an interrupt, an error of click
-    and a lost rank with one line; any other error, and with `debug` all, with a traceback. Ranks of a machine that fail
-    alike print the message once, and torchrun's summary has it."""
+    """Ends the process when its body raises. A UserError prints a line for each problem. An interrupt, an error of
+    click or a lost rank prints one line. Any other error prints a traceback; with `debug`, every error does. If ranks
+    of a machine fail with the same message, one of them prints it; torchrun's summary has it too."""
 
     def __init__(self) -> None:
         self.debug = self._succeeded = False
-        atexit.register(self._skip_teardown)  # registered early, because the first is called last
+        atexit.register(self._skip_teardown)  # registered early: the first to register is called last
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, click.exceptions.Exit):  # --help and --version
@@ -54,7 +54,7 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
         if isinstance(error, (KeyboardInterrupt, click.Abort)):
             message = str(error) or "interrupted"
             saved = hasattr(error, "status")  # an Interruption, which ends all ranks
-            # an interruption is recorded too: a rank without a record looks to the others as if it was killed
+            # an interruption is recorded too: to other ranks, a rank without a record looks killed
             report(message, message, failed=not saved)
             _leave(getattr(error, "status", 130))  # as a shell reports SIGINT
         if isinstance(error, click.ClickException):
@@ -97,15 +97,15 @@ def _record_file() -> Path | None:
 
 
 def folder_of_ranks() -> Path | None:
-    """torchrun's folder of this attempt, with a folder for each rank's error.json; None if the file is another's, such
-    as the /dev/termination-log of a container."""
+    """torchrun's folder of this attempt, with a folder for each rank's error.json; None if the record file is not
+    torchrun's, such as a container's /dev/termination-log."""
     own = _record_file()
     return own.parent.parent if own and own.name == "error.json" and own.parent.name.isdecimal() else None
 
 
 def lost_peers(seconds: float = 0.0) -> str:
-    """A sentence about ranks of this machine that ended, or about the first one to fail on another machine; "" if there
-    are none, or if a rank of this machine has recorded an error. It waits for news of others for up to `seconds`."""
+    """A sentence about ranks of this machine that ended, or about the first rank to fail on another machine; "" if
+    there are none, or if a rank of this machine has recorded an error. Waits up to `seconds` for other machines."""
     from accel_sft.resilience.ranks import lost_ranks
 
     folder = folder_of_ranks()
@@ -120,7 +120,7 @@ def failed_peer() -> str:
 
 
 def record_end(run_dir: RunDir, message: str) -> None:
-    """Write into the run's result why a thread ends this rank. Waits DISK_SECONDS at most: the disk may hang too."""
+    """Write into the run's result why a thread ends this rank. Waits at most DISK_SECONDS: the disk may hang too."""
     recording = threading.Thread(target=run_dir.write_ended, args=("failed", message), daemon=True)
     recording.start()
     recording.join(DISK_SECONDS)
@@ -135,8 +135,8 @@ def _earlier_failures() -> list[tuple[int, str]]:
 
 
 def report(text: str, message: str, file: TextIO | None = None, *, failed: bool = True) -> None:
-    """Record the message for torchrun, which shows it, print the text to `file` or standard error, and tell the other
-    ranks if this one `failed`. Of ranks of a machine that fail alike, only the first does so."""
+    """Record the message for torchrun's summary, print the text to `file` or standard error, and tell the other ranks
+    if this rank `failed`. If ranks of a machine have the same text, only the first prints and tells it."""
     first = _is_first(text)
     if own := _record_file():
         # torchrun takes the failure with the earliest time, in whole seconds, for the cause
@@ -155,7 +155,7 @@ def report(text: str, message: str, file: TextIO | None = None, *, failed: bool 
 
 
 def _is_first(text: str) -> bool:
-    """Claim this text; returns whether no other rank of this machine has claimed it, as far as the disk tells."""
+    """Claim this text; returns whether this rank is its machine's first to claim it (true if the disk fails)."""
     folder = folder_of_ranks()
     if folder and folder.is_dir():
         claim = folder / f"said-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:16]}"
@@ -184,8 +184,8 @@ def _stdout_is_closed() -> bool:
 
 
 def leave_together() -> None:
-    """Wait until all ranks are done. Nobody destroys the process group: that would hold the GIL until gloo's threads
-    have ended, while a thread that drops a tensor waits for it (seen with torch 2.6)."""
+    """Wait until all ranks are done. No rank destroys the process group, which can deadlock (seen with torch 2.6): the
+    call holds the GIL until gloo's threads have ended, and a thread that frees a tensor waits for the GIL."""
     if _is_distributed():
         sys.modules["torch.distributed"].barrier()
 
@@ -196,7 +196,7 @@ def _is_distributed() -> bool:
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit; one of several ranks skips destructors, which would wait for collectives that no other rank joins."""
+    """Exit. With several ranks, skip destructors: they would wait for collectives that no other rank joins."""
     try:
         sys.stdout.flush()
     except (OSError, UserError):  # Python would complain about unwritten output as it exits

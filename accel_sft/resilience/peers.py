@@ -1,8 +1,8 @@
-"""Tells every rank why another one failed, also on another machine and while its own main thread waits in C.
+"""Tells every rank why another rank failed, even on another machine, and even while the main thread waits in C.
 
 A launcher ends the ranks of its own machine only, and NCCL does not notice that a rank of another machine has ended.
 So a rank that fails writes its reason into the launcher's key-value store, where a thread of each rank reads it. A rank
-that is killed writes nothing; therefore each rank keeps a TCP connection to rank 0, which the kernel closes with it.
+that is killed writes nothing. So each rank keeps a TCP connection to rank 0, which the kernel closes after a kill.
 Needs no torch until the store is opened.
 """
 
@@ -25,11 +25,11 @@ from accel_sft.launch.launcher import restarts
 
 POLL_SECONDS = 0.5
 EXPLAIN_SECONDS = 5.0
-"""Seconds after the end of a connection in which that machine's other ranks may say how the rank ended. Those that wait
-in C do so `signals.UNHANDLED_SECONDS` after their launcher's SIGTERM."""
+"""After a rank's connection ended, other ranks of its machine have this many seconds to say how the rank ended. Ranks
+that wait in C say it `signals.UNHANDLED_SECONDS` after their launcher's SIGTERM."""
 KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
-"""Has the kernel ask after 20 quiet seconds whether the other machine is there, and give up after 60: a machine without
-power closes no connection."""
+"""Makes the kernel ask, after 20 quiet seconds, whether the other machine is there, and give up after 60. A machine
+that has lost its power closes no connection."""
 SHARE_SECONDS = 3.0
 """Maximum number of seconds that a failing rank waits for the store to take its reason. A call to a store whose machine
 has lost its power returns after a quarter of an hour."""
@@ -38,20 +38,20 @@ _LONGEST, _FAREWELL = 1000, b"."
 
 class Peers:
     """The other ranks of this launch: the `store` that all share (None if it cannot be reached), and the first
-    `failure` of any of them, as a sentence ("" before one is known)."""
+    `failure` of any of them, as a sentence ("" until a failure is known)."""
 
     def __init__(self) -> None:
         self.rank, self.ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.store, self.failure = _store(), ""
-        self._lines: dict[int, socket.socket] = {}  # by rank; none on ranks but 0, except that to rank 0
-        self._hub: socket.socket | None = None  # where rank 0 is called
+        self._lines: dict[int, socket.socket] = {}  # by rank: rank 0 has one to each rank, others one to rank 0
+        self._hub: socket.socket | None = None  # rank 0's listening socket
         self._over = threading.Event()
         self._thread = _started(self._watch) if self.store is not None else None
         atexit.register(self.leave)
         os.register_at_fork(after_in_child=self._close)  # a child would keep the connections of a dead rank alive
 
     def publish(self, rank: int, host: str, message: str) -> None:
-        """Share the failure of a rank, if there is a store; only the first of a launch counts."""
+        """Share the failure of a rank, if there is a store; only a launch's first failure counts."""
 
         def share() -> None:
             with contextlib.suppress(RuntimeError):  # the store may have ended with the launcher
@@ -61,7 +61,7 @@ class Peers:
             _started(share).join(SHARE_SECONDS)
 
     def leave(self) -> None:
-        """Say farewell: that this rank ends is no failure from now on. A second call does nothing."""
+        """Say farewell: from now on, the end of this rank is no failure. A second call does nothing."""
         self._over.set()
         if self._thread:
             self._thread.join(2 * POLL_SECONDS)  # an unfinished call to the store would abort the process as it exits
@@ -91,7 +91,7 @@ class Peers:
             self.failure = f"rank {rank}{f' on {host}' if several_machines() else ''}: {message}"
 
     def _answer(self) -> None:
-        """On rank 0: take the calls of other ranks, each in a thread of its own."""
+        """On rank 0: accept the connections of other ranks, each in a thread of its own."""
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         hub = self._hub = socket.create_server(("", 0), family=family, backlog=self.ranks, dualstack_ipv6=both)
@@ -101,7 +101,7 @@ class Peers:
             line.settimeout(10)
             try:
                 rank, host = json.loads(line.recv(_LONGEST))
-            except (OSError, ValueError, TypeError):  # not a rank, but a scanner of ports, say
+            except (OSError, ValueError, TypeError):  # not a rank, but perhaps a port scanner
                 line.close()
             else:
                 self._listen(rank, host, line)
@@ -114,7 +114,7 @@ class Peers:
         _started(accept)
 
     def _call(self) -> None:
-        """On other ranks: call rank 0."""
+        """On other ranks: connect to rank 0."""
         address, port, host = json.loads(self.store.get("hub"))
         address = address or os.environ["MASTER_ADDR"]
         try:
@@ -128,8 +128,8 @@ class Peers:
             _started(self._listen, 0, host, line)
 
     def _listen(self, rank: int, host: str, line: socket.socket) -> None:
-        """Wait for the end of a connection; if it comes without a farewell, share that unless others explain it. Calls
-        to the store come after that: they block if its machine is the one that is lost."""
+        """Wait for the end of a connection. If there was no farewell, and other ranks do not explain the end, share it.
+        Calls to the store come last: they block if the store's machine is lost."""
         self._lines[rank] = line
         line.settimeout(None)
         line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -156,7 +156,7 @@ _joining = threading.Lock()
 
 
 def joined() -> Peers:
-    """The peers of this process, which calls them on first use; it waits for the store 20 seconds at most."""
+    """The peers of this process, connected on first use; waits at most 20 seconds for the store."""
     global _joined
     with _joining:
         _joined = _joined or Peers()
@@ -169,20 +169,20 @@ def several_machines() -> bool:
 
 
 def tell(message: str) -> None:
-    """Tell the other ranks why this one fails, also if it has not called them yet; those of this machine see its
+    """Tell the other ranks why this rank fails, even if it is not connected to them yet; ranks of this machine see its
     record."""
     if _joined or ("RANK" in os.environ and several_machines() and _agent_store()):
         joined().publish(joined().rank, socket.gethostname(), message)
 
 
 def leave() -> None:
-    """Say farewell to the other ranks, if this one has called them."""
+    """Say farewell to the other ranks, if this rank is connected to them."""
     if _joined:
         _joined.leave()
 
 
 def failure_elsewhere(seconds: float) -> str:
-    """The first failure of a rank of a launch over several machines; "" if none comes to be known within `seconds`."""
+    """The first failure of a rank of a launch over several machines; "" if none becomes known within `seconds`."""
     until = time.monotonic() + seconds
     while _joined and several_machines():
         if _joined.failure or time.monotonic() >= until:
@@ -192,17 +192,17 @@ def failure_elsewhere(seconds: float) -> str:
 
 
 def _agent_store() -> bool:
-    """Whether the store is the launcher's own, which is there before any rank."""
+    """Whether the store is the launcher's own, which exists before any rank."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _own_address() -> str:
-    """This machine's address as seen from the store's; "" if it is that machine, which all know as MASTER_ADDR."""
+    """This machine's address as seen from the store's machine; "" on that machine, whose address is MASTER_ADDR."""
     store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     with contextlib.suppress(OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(*store, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # of a datagram: it chooses a route, and sends nothing
+            probe.connect(address)  # for datagrams, this chooses a route and sends nothing
             own = str(probe.getsockname()[0])
             return "" if own in (address[0], "127.0.0.1", "::1") else own
     return ""
@@ -217,6 +217,6 @@ def _store() -> Any:
         store = TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=20), wait_for_workers=False)
     except (RuntimeError, ValueError, OSError):
         return None
-    # A launcher's own store lives on when it starts ranks again. Any other is new each time, and its ranks count their
-    # restarts differently: under c10d only the machine that lost one counts it.
+    # A launcher's own store survives a restart of the ranks. Any other store is new each time, and machines count
+    # restarts differently: under c10d only the machine that lost a rank counts the restart.
     return PrefixStore(f"watch-{restarts() if _agent_store() else 0}", store)

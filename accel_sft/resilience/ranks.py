@@ -27,7 +27,7 @@ _LIBRARIES = re.compile(
 
 def waits(frame: FrameType) -> bool:
     """Return whether the main thread, now in this frame, waits for other ranks or for a device that waits for them."""
-    # farther out than 8 frames, DeepSpeed's engine may be what called a model's or a task's code
+    # beyond 8 frames, DeepSpeed's engine may just have called a model's or a task's code
     for outer, _ in itertools.islice(traceback.walk_stack(frame), 8):
         if _WAITING.search(outer.f_code.co_filename):
             return True
@@ -35,8 +35,8 @@ def waits(frame: FrameType) -> bool:
 
 
 def place(frame: FrameType) -> str:
-    """The innermost line of code that is neither of the standard library nor of one of `_LIBRARIES`: other packages in
-    site-packages count, because a task may be installed there."""
+    """The innermost line of code outside of the standard library and `_LIBRARIES`. Other packages in site-packages
+    count, because a task may be installed there."""
     standard = sysconfig.get_path("stdlib")
     for outer, line in traceback.walk_stack(frame):
         file = outer.f_code.co_filename
@@ -63,7 +63,7 @@ def process_beside(rank: int) -> psutil.Process | None:
 
 
 def state(rank: int, host: str) -> str:
-    """Say on which other machine a rank is; on this one, say its process's state, as the kernel reports it."""
+    """Name a rank's machine if it is another one; else say in which state the kernel reports the rank's process."""
     if host not in ("", socket.gethostname()):
         return f"on {host}"
     process = process_beside(rank)
@@ -71,8 +71,8 @@ def state(rank: int, host: str) -> str:
 
 
 def work(process: psutil.Process) -> tuple[float, int]:
-    """The CPU seconds that a process and its children used (not the calling thread's), and their bytes of files,
-    written and read from a disk. Reads of /proc, which this function makes, do not count, nor do a socket's."""
+    """The CPU seconds that a process and its children used (not the calling thread's), and the bytes that they wrote to
+    files or read from a disk. Neither this function's reads of /proc nor reads of sockets count."""
     seconds, count = 0.0, 0
     children: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):

@@ -19,8 +19,8 @@ from accel_sft.resilience.exit import failed_peer, lost_peers, record_end, repor
 WATCH_SECONDS = 1.0
 """Seconds between two checks that the launcher is still there."""
 ECHO_SECONDS = 5.0
-"""Seconds after a signal in which a second one counts as the same, under a launcher: Slurm sends a signal to every
-process of a job, and the launcher passes its own on to its ranks."""
+"""Seconds after a signal in which, under a launcher, a second signal counts as the same one: Slurm sends a signal to
+every process of a job, and the launcher passes the one that it gets on to its ranks."""
 UNHANDLED_SECONDS = 4.0
 """Seconds after which a signal counts as not handled by the main thread, which is then in C and may wait there for a
 rank that has ended. The launcher kills its ranks after 30 seconds."""
@@ -36,7 +36,7 @@ class Interruption(KeyboardInterrupt):
 
 
 class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
-    """Within this context, SIGTERM and SIGINT end the process, or are noted while `deferred`; a second one ends it.
+    """Within this context, SIGTERM and SIGINT end the process, or are noted while `deferred`; a second signal ends it.
 
     A rank whose launcher has ended ends too, and writes no file (a later run may already write there) unless it got a
     signal before. A main thread that waits for other ranks in C handles no signal: then the watching thread ends the
@@ -50,7 +50,7 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
         self.run_dir: RunDir | None = None  # its result says why the watching thread ended this rank
         self.to_continue = ""  # the command that continues the run, once it has a folder
         self._launcher = PARENT if under_launcher() else None
-        # the main thread may wait for other ranks in C, also where these were started by hand
+        # the main thread may wait in C for other ranks, also if they were started by hand
         self._watches = self._launcher is not None or os.environ.get("WORLD_SIZE", "1") != "1"
         self._before: dict[int, Any] = {}
         self._ended = threading.Event()
@@ -88,8 +88,8 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
             os._exit(1)
 
     def failing(self) -> None:
-        """Prepare to end with an error: end at once if the launcher has ended, else ignore SIGTERM from now on, which
-        the launcher sends within a tenth of a second after a rank has ended, before others can report."""
+        """Prepare to end with an error: end at once if the launcher has ended, else ignore SIGTERM from now on. The
+        launcher sends it within a tenth of a second after a rank has ended, before other ranks can report."""
         self.exit_if_orphaned()
         if self._launcher is not None:
             self._before.pop(signal.SIGTERM, None)
@@ -115,7 +115,7 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
                 if time.monotonic() - then < UNHANDLED_SECONDS:
                     continue
                 # A collective of a GPU waits for a lost rank in C, where neither an error nor a signal reaches Python.
-                # But what other ranks record after a signal that Python has handled may be no failure.
+                # But after a signal that Python has handled, other ranks may have recorded the signal, not a failure.
                 if lost := self.lost_peers() or ("" if self.number else failed_peer()):
                     report(f"Error: {lost}", lost, terminal())
                     if self.run_dir:

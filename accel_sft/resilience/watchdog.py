@@ -1,10 +1,10 @@
 """The hang watch: ends a run in which no rank makes progress, and names the rank that hangs, with its stack.
 
 Without it, collectives would wait for a hung rank for ever. The main thread of each rank sends a heartbeat after each
-forward, answer, score or file; a watching thread beside it publishes in the launcher's store how long ago that was.
+forward, answer, score or file; a watching thread publishes in the launcher's store how old the last heartbeat is.
 When no rank has made progress for `--hang-timeout` seconds, the culprits are the ranks that do not respond, and those
-whose main thread does something else than wait for other ranks. During start-up, in which a task's code and libraries
-load, download or compile, CPU or disk activity counts as progress too, and so does a module that is loaded.
+whose main thread does not wait for other ranks. During start-up, in which a task's code and libraries load, download
+or compile, activity of CPU or disk and newly loaded modules count as progress too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SILENT_SECONDS = 5.0
 GRACE_SECONDS = 3.0
 """Seconds that all ranks get to write their stacks before one of them ends the run."""
 FAILED_SECONDS = 5.0
-"""Seconds without progress after which a rank that waits is ended once another one has failed. One that does not wait
+"""Seconds without progress after which a waiting rank is ended, once another rank has failed. A rank that does not wait
 gets four times as long, to report its own error and to close its trackers."""
 LEAST_CPU, LEAST_BYTES = 0.005, 4096
 """Least activity per second that counts as progress during start-up: CPU seconds, and bytes of files. A main
@@ -54,7 +54,7 @@ class Sign(NamedTuple):
 
 class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     """Within this context, ends the run if no rank makes progress for `seconds` (0: no limit), and names the ranks that
-    hang. A rank that waits for one that failed, on this machine or another, is ended too, also with 0 seconds."""
+    hang. A rank that waits for a failed rank, on this machine or another, is ended too, even with 0 seconds."""
 
     def __init__(self, seconds: float, run_dir: RunDir | None = None) -> None:
         self.seconds, self.run_dir = seconds or math.inf, run_dir
@@ -80,9 +80,9 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
 
     def _watch(self) -> None:
         pause, tick = min(1.0, self.seconds / 4), 0
-        since = awake = time.monotonic()  # when the main thread last made progress, and when this one last looked
+        since = awake = time.monotonic()  # when the main thread last made progress, and this one last looked
         still = 0.0  # since when all ranks hang
-        failed = math.inf  # when another rank's failure came to be known
+        failed = math.inf  # when another rank's failure became known
         beats = -1, 0  # heartbeats and loaded modules so far
         others = peers.joined() if self.ranks > 1 else None
         self._store = others.store if others else None
@@ -128,7 +128,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         writing = threading.Thread(target=write, daemon=True)  # the disk may hang too
         writing.start()
         writing.join(GRACE_SECONDS)
-        self._has_worked(self.rank, 1.0)  # that this wrote something is no progress
+        self._has_worked(self.rank, 1.0)  # these writes are no progress
 
     def _exchange(self, sign: Sign) -> dict[int, Sign]:
         """Publish this rank's sign; once it has stalled for too long, return all ranks' signs."""
@@ -162,7 +162,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         return cpu >= LEAST_CPU * seconds or count >= LEAST_BYTES * seconds
 
     def _all_hang(self, signs: dict[int, Sign], now: float, elapsed: float) -> bool:
-        """Whether no rank makes progress; one that does not respond makes some if it uses CPU or files (in C)."""
+        """Whether no rank makes progress. A rank that does not respond still does if it uses CPU or files (in C)."""
         if not self._answers() and self.ranks > 1 and signs[self.rank].waiting:
             return False  # it waits for ranks whose signs cannot be read
         for rank, sign in signs.items():
@@ -174,7 +174,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         return all(sign.stalled >= self.seconds for rank, sign in signs.items() if rank not in self._silent)
 
     def _end(self, signs: dict[int, Sign]) -> None:
-        """End this rank; before that, one of all ranks reports the culprits."""
+        """End this rank, after one of all ranks has reported the culprits."""
         speaks = True
         with contextlib.suppress(RuntimeError):  # where the store has ended, this rank may be the only one left
             speaks = not self._answers() or self._store.add("spoken", 1) == 1
@@ -184,7 +184,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         os._exit(1)
 
     def _leave(self, message: str, kill: Collection[int] = ()) -> NoReturn:
-        """Report this end of the run, kill these ranks of this machine, and end this one."""
+        """Report this end of the run, kill the ranks `kill` if they are on this machine, and end this rank."""
         exit.report(f"Error: {message}", message, terminal())
         for process in filter(None, map(process_beside, kill)):
             with contextlib.suppress(psutil.Error):  # a stopped process handles no other signal

@@ -1,1 +1,1 @@
-"""What is said of a run afterwards: its report, its model card, intervals and labels. No torch."""
+"""Describes a finished run: its report, its model card, intervals and labels. Needs no torch."""

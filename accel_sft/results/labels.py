@@ -1,4 +1,4 @@
-"""Scores by label, and which label was answered in place of which, where the expected answers are a few short texts."""
+"""Scores by label, and a confusion table of labels, if the expected answers are a few short texts."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,13 +8,13 @@ from typing import Any
 from accel_sft.io.text import one_line
 
 _MOST, LONGEST_LABEL, _COLUMNS, _FEW = 200, 60, 12, 10
-"""Maximum number of different labels, of characters of a label, of labels in a confusion table, and of labels that may
-stand only twice each in the mean; more stand four times."""
+"""Maximum numbers: different labels, characters of a label, labels in a confusion table, and labels that need only two
+examples each on average (more labels need four)."""
 _SHARES = ("precision", "recall", "f1")
 
 
 def are_labels(counts: Mapping[str, int]) -> bool:
-    """Whether answers are labels, by how often each occurs: a few short texts that repeat."""
+    """Whether answers are labels, that is, a few short texts that repeat; `counts` has how often each occurs."""
     total, short = sum(counts.values()), sum(n for text, n in counts.items() if 0 < len(text) <= LONGEST_LABEL)
     most = min(_MOST, max(total // 4, min(total // 2, _FEW)))
     return 1 < len(counts) <= most and short >= 0.9 * total
@@ -23,8 +23,8 @@ def are_labels(counts: Mapping[str, int]) -> bool:
 def label_scores(samples: Sequence[Mapping[str, Any]], main_metric: str) -> dict[str, Any]:
     """A result's `labels`, the most frequent first, and `macro_f1`; {} unless the expected answers are labels.
 
-    An answer is of the label that it equals, else of the expected one if its `main_metric` is 1; "" stands for none.
-    {} also where that metric does not say which answers are right.
+    An answer has the label that it equals; any other answer has the expected label if its `main_metric` is 1, and
+    otherwise "" (none). {} also if that metric does not say which answers are right.
     """
     expected = Counter(str(sample["expected"]).strip() for sample in samples)
     answers: dict[str, Counter[str]] = {label: Counter() for label, _ in expected.most_common()}
@@ -44,18 +44,18 @@ def label_scores(samples: Sequence[Mapping[str, Any]], main_metric: str) -> dict
 
 
 def weakest_label(result: Mapping[str, Any]) -> str:
-    """A line on a result's `labels`: their mean F1, and the label that is found least."""
+    """A line on a result's `labels`: their mean F1, and the label with the lowest recall."""
     labels = result["labels"]
     name = min(labels, key=lambda label: labels[label]["recall"])
     right, count = labels[name]["answers"].get(name, 0), labels[name]["examples"]
     return (
-        f"labels    macro F1 {result['macro_f1']:.3f} of {len(labels)}; found least: {one_line(name)!r}, "
-        f"{right:,} of {count:,}; report.md has each"
+        f"labels    macro F1 {result['macro_f1']:.3f} of {len(labels)}; lowest recall: {one_line(name)!r}, "
+        f"{right:,} of {count:,}; report.md has all"
     )
 
 
 def label_tables(labels: Any) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, header and rows of the scores by label, and of the confusion table; none if `labels` has another form."""
+    """Title, header and rows of the scores by label, and of the confusion table; [] if `labels` has another form."""
     try:
         means = {share: fmean(row[share] for row in labels.values()) for share in _SHARES}
         counted = [(one_line(label), f"{row['examples']:,}", row) for label, row in labels.items()]

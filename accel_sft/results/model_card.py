@@ -36,13 +36,13 @@ def model_card(
         prompt_end: text that follows the template's text in prompts.
         left_out: arguments of `generate` that leave out the base's penalties, as in the run's evaluations.
         settings: the run's options; those that only say how the run was executed are left out.
-        asked: what of the run's record says how to ask the model, for weights that are copied out of their run.
-        shown: what the template shows as it is.
+        asked: the part of the run's record that says how to ask the model, for weights that are copied out of the run.
+        shown: values that the template shows unchanged.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base_model) and not Path(base_model).exists()
-    text_model = model_class == "AutoModelForCausalLM"  # peft has a class of its own for no other models
+    text_model = model_class == "AutoModelForCausalLM"  # peft has a class of its own only for these
     metadata = ModelCardData(
         base_model=base_model if on_hub else None,
         library_name="transformers" if adapter == "none" else "peft",
@@ -91,7 +91,7 @@ _MERGED = (
     (r"AutoPeftModelForCausalLM\.from_pretrained\(folder\)", "AutoModelForCausalLM.from_pretrained(folder)"),
     (r"PeftModel\.from_pretrained\((\w+)\.from_pretrained\(base\), folder\)", r"\1.from_pretrained(folder)"),
 )
-"""Patterns of what an adapter's card says about peft, each with what the card of the merged weights says instead."""
+"""Patterns of text about peft in an adapter's card, each with its replacement in the card of the merged weights."""
 
 
 def of_merged(card: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What an evaluation's metrics are known by, for intervals and tests; metrics that are no mean are resampled."""
+"""Collects the data behind an evaluation's metrics, for intervals and tests; resamples metrics that are not means."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from accel_sft.results.run_report import COSTS
 from accel_sft.results.significance import Measured, needed, paired
 
 _FEWEST, _MOST, _VISITS = 500, 2000, 200_000
-"""Least and largest number of resamples, and scores that aggregate() sees over all of them if that lies between."""
+"""Minimum and maximum number of resamples; between them, aggregate() gets about `_VISITS` scores in all resamples."""
 _LONGEST_SECONDS = 60.0
 
 Aggregate = Callable[[Sequence[dict[str, Any]]], Mapping[str, Any]]
@@ -29,8 +29,8 @@ def add_intervals(
     after: Sequence[dict[str, Any]],
     run_dir: RunDir | None,
 ) -> None:
-    """Add `intervals`, and the scores of labels, to a result with `before` and `after`, of which these are the answers;
-    nothing without answers. `run_dir` keeps the resamples of a main metric that is no mean of scores, so that
+    """Add `intervals`, and the scores of labels, to a result; `before` and `after` are its answers. Without answers,
+    nothing is added. If the main metric is not a mean of scores, its resamples are written into `run_dir`, so that
     `read_measured` can test it without the task's aggregate()."""
     if not after:
         return
@@ -63,7 +63,7 @@ def read_measured(run_dir: RunDir, result: Mapping[str, Any]) -> Measured | None
         samples, unreadable = read_json_lines(path)
         stored = mapping(read_json(run_dir.resamples)) if run_dir.resamples.exists() else {}
     except (OSError, UserError):
-        return None  # the page's answers name the file
+        return None  # a report's section of answers names the file
     if not unreadable and (scores := scores_of(samples, main, value)) is not None:
         return Measured(value, examples_of(samples), scores)
     resamples: Any = stored.get("resamples")
@@ -76,7 +76,7 @@ def read_measured(run_dir: RunDir, result: Mapping[str, Any]) -> Measured | None
 def measured(
     metrics: Mapping[str, Any], samples: Sequence[dict[str, Any]], aggregate: Aggregate
 ) -> tuple[dict[str, Measured], dict[str, str]]:
-    """Each metric of an evaluation with these answers, and for those that cannot be resampled the reason."""
+    """Each metric of an evaluation with these answers, and the reason for each metric that cannot be resampled."""
     examples, finite = examples_of(samples), {k: n for k, n in metrics.items() if is_number(n) and math.isfinite(n)}
     means = {key: scores for key, n in finite.items() if (scores := scores_of(samples, key, n)) is not None}
     results = {key: Measured(finite[key], examples, scores) for key, scores in means.items()}
@@ -85,7 +85,7 @@ def measured(
         return results, {}
     try:
         numbers, without = _resampled(aggregate, [sample["scores"] for sample in samples], rest)
-    except Exception as error:  # noqa: BLE001 - it may need more different scores than a resample has; this is shown
+    except Exception as error:  # noqa: BLE001 - it may need more different scores than a resample has; the reason is shown
         return results, dict.fromkeys(rest, f"aggregate() fails on resampled examples ({type(error).__name__})")
     return results | {key: Measured(rest[key], examples, None, values) for key, values in numbers.items()}, without
 
@@ -106,12 +106,13 @@ def scores_of(samples: Sequence[Mapping[str, Any]], key: str, value: float) -> l
 def _resampled(
     aggregate: Aggregate, scores: Sequence[dict[str, Any]], values: Mapping[str, float]
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """The metrics on resamples of the examples, which depend on the examples' number alone, or why there are none."""
+    """The metrics on resamples of the examples, and why other metrics have none. The same number of examples always has
+    the same resamples."""
     import numpy as np
 
     once, twice = dict(aggregate(scores)), dict(aggregate([*scores, *scores]))
     if any(not math.isclose(once.get(key, math.nan), value, abs_tol=1e-9) for key, value in values.items()):
-        return {}, dict.fromkeys(values, "aggregate() of the answers that were kept gives another number")
+        return {}, dict.fromkeys(values, "aggregate() of the stored answers gives another number")
     if len(scores) < 2:
         return {}, dict.fromkeys(values, "one example")
     until, random = time.monotonic() + _LONGEST_SECONDS, np.random.default_rng(0)

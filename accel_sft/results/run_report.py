@@ -28,7 +28,7 @@ COSTS = {
     "load_peak_host_memory_gib": "peak host memory to load (GiB)",
     "generate_peak_host_memory_gib": "peak host memory to generate (GiB)",
 }
-"""An evaluation's numbers for time and memory, which say nothing of the answers, with their labels in a report."""
+"""An evaluation's numbers for time and memory, with their labels in a report; they say nothing about the answers."""
 
 _TRAINING = {
     "status": "status",
@@ -58,8 +58,9 @@ def comparison_rows(
 ) -> list[tuple[str, str, str, str]]:
     """(what, base, tuned, change) for every number of two flat evaluations: the task's metrics, loss, then costs.
 
-    The change is what a paired test found, or else a difference; of `result`'s main metric alone it is known which is
-    better. Costs have no change: both models were measured in one process, whose memory holds more than a model.
+    The change is the verdict of a paired test, or without one the difference. Only of the main metric of `result` is it
+    known which number is better. Costs have no change: both models were measured in one process, whose memory holds
+    more than a model.
     """
     keys = [key for key in dict.fromkeys([*after, *before]) if is_number(after.get(key, before.get(key)))]
     keys.sort(key=lambda key: ([*COSTS].index(key) + 2) if key in COSTS else key == "eval_loss")
@@ -85,16 +86,16 @@ def _bracket(intervals: Mapping[str, Any], side: str, key: str) -> str:
 
 
 def about_intervals(result: Mapping[str, Any]) -> str:
-    """Say what the brackets in `comparison_rows` are, and why a metric has none; "" without intervals."""
+    """Say what the brackets in `comparison_rows` mean, and why a metric has none; "" without intervals."""
     intervals = mapping(result.get("intervals"))
     count = intervals.get("examples")
     without = mapping(intervals.get("without"))
     sentences = []
     if is_number(count):
-        few = "; of so few, about 90% where scores are skewed" if count < 30 else ""
-        sentences.append(f"Intervals are of 95%, over {count:,} examples{few}.")
+        few = "; with so few, about 90% if scores are skewed" if count < 30 else ""
+        sentences.append(f"Intervals are at 95%, over {count:,} examples{few}.")
     if intervals.get("change"):
-        sentences.append("A change is a paired test on the same examples, at 5%.")
+        sentences.append("Changes are by a paired test on the same examples, at 5%.")
     if without:
         reasons = "; ".join(f"{key} ({reason})" for key, reason in without.items())
         sentences.append(f"Without an interval: {reasons}.")
@@ -102,8 +103,8 @@ def about_intervals(result: Mapping[str, Any]) -> str:
 
 
 def render_report(result: Mapping[str, Any], before_samples: Samples, after_samples: Samples) -> str:
-    """The report as markdown: training, base beside tuned, memory, and the first answers side by side. Of the result
-    `before`, `after` and `task` may be missing."""
+    """The report as markdown: training, base beside tuned, memory, and the first answers side by side. The result
+    may lack `before`, `after` and `task`."""
     title = " ".join(str(result[key]) for key in ("task", "model") if result.get(key))
     parts = [f"# {markdown_cell(title)}" if title else "# Report"]
     training = [(label, shown(result[key])) for key, label in _TRAINING.items() if result.get(key) is not None]
@@ -217,12 +218,12 @@ def comparison_table(result: Mapping[str, Any]) -> str:
 
 
 def compared_weights(result: Mapping[str, Any]) -> str:
-    """Say which weights the columns `base` and `tuned` compare; "" if the result does not say so."""
+    """Say which weights the columns `base` and `tuned` compare; "" if the result does not name them."""
     return "; ".join(f"{side}: {weights}" for side, weights in (result.get("weights") or {}).items())
 
 
 def _mark(score: Any) -> str:
-    """The main metric of one answer, as yes for 1 and no for 0; "" if only all answers together have one."""
+    """The main metric of one answer: yes for 1, no for 0; "" if only all answers together have this metric."""
     return {1.0: "yes", 0.0: "no"}.get(score, f"{score:.2f}") if is_number(score) else ""
 
 

@@ -12,23 +12,23 @@ from typing import Any
 from accel_sft.io.files import is_number
 
 LEVEL = 0.05
-"""Probability of calling a difference between equal models one; intervals cover 1 - LEVEL."""
+"""Probability of reporting a difference between equal models; intervals cover 1 - LEVEL."""
 POWER = 0.8
-"""Probability with which as many examples as `needed` says show a difference as large as the one that was seen."""
+"""Probability that the number of examples from `needed` shows a difference as large as the observed one."""
 _MOST_NEEDED = 1_000_000
 _SAME = 1e-12
-"""Differences up to this are of rounding."""
+"""Differences up to this size come from rounding."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A metric of one evaluation, with what its noise is known from.
+    """A metric of one evaluation, with the data from which its noise is estimated.
 
     Attributes:
         examples: (index, prompt) of each example; metrics are paired only where these are equal.
         scores: the score of each example, if the metric is their mean; else None.
-        resampled: of a metric that is no mean, its values on resamples of the examples, which are the same resamples
-            for all metrics of as many examples.
+        resampled: values of a metric that is not a mean, on resamples of the examples; all metrics of the same number
+            of examples use the same resamples.
     """
 
     value: float
@@ -38,7 +38,7 @@ class Measured:
 
     def interval(self) -> tuple[float, float] | None:
         """The 95% interval: Wilson's for a rate, whose scores are all 0 or 1; Student's for the mean of other scores,
-        within their range; else percentiles of the resamples. None if nothing differs, which tells nothing of noise."""
+        cut to their range; otherwise percentiles of the resamples. None if all values are equal: they show no noise."""
         from scipy.stats import binomtest
 
         if self.scores is None:
@@ -66,12 +66,12 @@ def average(of_seeds: Sequence[Measured]) -> Measured | None:
 def paired(before: Measured, after: Measured) -> dict[str, Any] | None:
     """Test whether a metric differs between two evaluations of the same examples; None if the examples differ.
 
-    If answers are right or wrong, the test is McNemar's in its mid-p form (Fagerland and others, 2013; the exact one
-    calls too little a difference), and the interval is Agresti and Min's (2005). Means of other scores have the paired
-    t test, and other metrics the paired bootstrap.
+    If answers are right or wrong, the test is McNemar's in its mid-p form (Fagerland and others, 2013; the exact form
+    finds too few differences), and the interval is Agresti and Min's (2005). For means of other scores, the test is the
+    paired t test, and for other metrics the paired bootstrap.
 
     Returns:
-        `difference`, `after` less `before`; `low` and `high`, its 95% interval, None if all examples changed alike;
+        `difference`, `after` less `before`; `low` and `high`, its 95% interval, None if all changed by the same amount;
         `p`, the probability of as large a difference between equal models; `standard_error` and `examples`.
     """
     import numpy as np
@@ -108,7 +108,7 @@ def paired(before: Measured, after: Measured) -> dict[str, Any] | None:
 
 def needed(change: Mapping[str, float], level: float = LEVEL) -> int | None:
     """How many examples would show a difference as large as this one, with probability POWER; None if too many. By
-    Connor (1987): the null hypothesis has the uncentred variance, so that never fewer than those at hand are enough."""
+    Connor (1987), with the uncentred variance: if these examples show no difference, more than these are needed."""
     from scipy.stats import norm
 
     size, variance = abs(change["difference"]), change["examples"] * change["standard_error"] ** 2
@@ -123,23 +123,23 @@ def needed(change: Mapping[str, float], level: float = LEVEL) -> int | None:
 
 
 def detectable(standard_error: float) -> float:
-    """The smallest difference that a test at LEVEL finds with probability POWER, by the difference's standard error."""
+    """The smallest difference that a test at LEVEL finds with probability POWER, given its standard error."""
     from scipy.stats import norm
 
     return float((norm.isf(LEVEL / 2) + norm.ppf(POWER)) * standard_error)
 
 
 def against_best(measured: Mapping[str, Measured], best: str) -> dict[str, dict[str, Any] | None]:
-    """Test every other metric against the best one: what `paired` returns, with the `level` that its `p` is held to.
-    The best is chosen by the same numbers: the level is divided by the number of pairs of metrics (Bonferroni)."""
+    """Test every other metric against the best one. Return what `paired` returns, and the `level` to compare `p` with.
+    As the best is chosen by the same numbers, `level` is LEVEL divided by the number of pairs (Bonferroni)."""
     pairs = max(math.comb(len(measured), 2), 1)
     tests = {name: paired(measured[best], one) for name, one in measured.items() if name != best}
     return {name: change and {**change, "level": LEVEL / pairs} for name, change in tests.items()}
 
 
 def verdict(change: Mapping[str, Any], words: tuple[str, str]) -> str:
-    """What `paired` or `against_best` found, in words: "better (+0.021, 0.008 to 0.034)"; "" if it is damaged. `words`
-    are for a larger and for a smaller number."""
+    """What `paired` or `against_best` found, in words: "better (+0.021, 0.008 to 0.034)"; "" if `change` is damaged.
+    `words` are for a larger and for a smaller number."""
     level, numbers = change.get("level", LEVEL), ("difference", "p", "standard_error", "examples")
     if not (is_number(level) and all(is_number(change.get(key)) for key in numbers)):
         return ""
@@ -176,7 +176,7 @@ def _is_rate(scores: Sequence[float]) -> bool:
 
 
 def _standard_error(scores: Sequence[float]) -> float:
-    """That of the mean of scores; 0 for one example."""
+    """The standard error of the mean of scores; 0 for one example."""
     return stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else 0.0
 
 
@@ -188,7 +188,7 @@ def _student(mean: float, error: float, count: int) -> tuple[float, float] | Non
 
 
 def _p_of_equal(difference: float, error: float, count: int) -> float:
-    """By Student's t; if each example changed alike, to rounding, by a sign test."""
+    """`p` by Student's t, or by a sign test if all examples changed by the same amount, up to rounding."""
     from scipy.stats import binomtest, t
 
     if error > _SAME:
@@ -197,7 +197,7 @@ def _p_of_equal(difference: float, error: float, count: int) -> float:
 
 
 def _agresti_min(gained: int, lost: int, count: int) -> tuple[float, float]:
-    """The interval by the normal distribution as if half an example more had changed each way, and one more had not."""
+    """The interval by the normal distribution, with half an example added to each kind of change and one to neither."""
     from scipy.stats import norm
 
     middle, changed = (gained - lost) / (count + 2), (gained + lost + 1) / (count + 2)
@@ -206,7 +206,7 @@ def _agresti_min(gained: int, lost: int, count: int) -> tuple[float, float]:
 
 
 def _percentiles(numbers: Sequence[float], examples: int) -> tuple[float, float] | None:
-    """An interval of resamples, of few examples as much wider as Student's t is (Hesterberg, 2015)."""
+    """A percentile interval of resamples. For few examples it is widened as Student's t is (Hesterberg, 2015)."""
     import numpy as np
     from scipy.stats import norm, t
 

@@ -32,13 +32,13 @@ _OUTSIDE = """
 
 
 class _Unknown(Exception):
-    """What the code does depends on something that is neither a plain value nor in a file known here."""
+    """What the code does depends on something that is neither a plain value nor in a hashed file."""
 
 
 def code_fingerprint(*values: Any) -> str | None:
     """Return a SHA-256 of all that decides how `values` (tasks, functions, plain values) behave; None if it is unknown.
 
-    It is the same in every process and on every machine with the same files and versions.
+    The hash is the same in every process and on every machine with the same files and versions.
     """
     decides, libraries = _decides(*values)
     if decides is None:
@@ -51,7 +51,7 @@ def code_fingerprint(*values: Any) -> str | None:
 def task_record(task: type) -> dict[str, Any]:
     """For a run's record: SHA-256 of the files of a task's own packages, and versions of the libraries they import.
 
-    Unlike `code_fingerprint`, it is the same whatever else is installed; the hash is None if that one is.
+    Unlike `code_fingerprint`, the hash is the same whatever else is installed. It is None if there is no fingerprint.
     """
     decides, libraries = _decides(task)
     return {"task_code": None if decides is None else _digest(decides), "task_libraries": libraries}

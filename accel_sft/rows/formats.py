@@ -1,7 +1,7 @@
 """Reads files by their suffix (JSON, CSV, Parquet and text, compressed or not), and yields their values with places.
 
-Each data format has a reader in READERS, each compression its sign in COMPRESSIONS. pyarrow is imported only for files
-that need it.
+READERS has a reader for each data format, COMPRESSIONS the first bytes of each compression. pyarrow is imported only
+for files that need it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Reader = Callable[[BinaryIO, str], Iterator[Located]]
 BATCH_ROWS = 256
 _FIELDS_SHOWN = 80
 _ARROW_FILE = b"ARROW1"
-"""How an Arrow file (Feather) begins, which is no stream of Arrow's."""
+"""The first bytes of an Arrow file (Feather), as opposed to an Arrow stream."""
 _IMAGES = ("image", "images", "bytes")
 """Keys under which bytes stay bytes: some formats of images are text."""
 
 
 class Format(NamedTuple):
-    """How a file is read: the suffix without the compression, ".jsonl" for rows.jsonl.gz, "" if READERS lacks it, and
-    the file is read as JSON; and the suffix of the compression, or ""."""
+    """How a file is read. `suffix` is without the compression: ".jsonl" for rows.jsonl.gz; "" if READERS lacks the
+    suffix, and the file is read as JSON. `compression` is the suffix of the compression, or ""."""
 
     suffix: str
     compression: str
@@ -50,7 +50,7 @@ class Format(NamedTuple):
 
 
 def format_of(path: Path, begin: bytes = b"") -> Format:
-    """Return the format that a file's name stands for, unless the bytes with which it begins are those of another."""
+    """Return the format of a file from its name, and the compression also from the bytes with which it begins."""
     *_, before, last = ("", "", *(suffix.lower() for suffix in path.suffixes))
     compression = last if last in COMPRESSIONS else ""
     suffix = before if compression else last
@@ -59,7 +59,7 @@ def format_of(path: Path, begin: bytes = b"") -> Format:
 
 
 def is_data_file(path: Path) -> bool:
-    """Whether a file in a folder counts as a data file: its suffix is in READERS, and it is no text."""
+    """Whether a file in a folder counts as a data file: its suffix is in READERS, but not in TEXTS."""
     return format_of(path).suffix not in ("", *TEXTS)
 
 
@@ -74,7 +74,7 @@ def decompress(path: Path, compression: str, target: BinaryIO) -> None:
     except Exception as error:  # each library has its own errors for a damaged file
         if isinstance(error, OSError) and error.errno:  # the target's error; a damaged file's error has no number
             raise
-        raise UserError(f"{path}: cannot be decompressed ({error}); is it whole, and {compression}?") from None
+        raise UserError(f"{path}: cannot be decompressed ({error}); is it complete, and {compression}?") from None
 
 
 def _opened(path: Path, compression: str) -> Any:
@@ -94,12 +94,12 @@ COMPRESSIONS = {
     ".zst": rb"\(\xb5/\xfd",
     ".utf16": rb"\xff\xfe(?!\0\0)|\xfe\xff",
 }
-"""With what a file of each compression begins, whatever its name; no text does. UTF-32 begins like UTF-16."""
+"""Patterns of the bytes with which compressed files begin; no text begins so. UTF-32 begins like UTF-16."""
 
 
 def _delimited(stream: BinaryIO, name: str, delimiters: str) -> Iterator[Located]:
-    """Yield the rows below a table's header, with each field as text. The delimiter is the first of these that the
-    header has outside quotes."""
+    """Yield the rows below a table's header, with each field as text. The delimiter is the first of `delimiters` that
+    the header has outside quotes."""
     stream.seek(0)
     header_line = re.sub(rb'"[^"]*"', b"", stream.readline(MAX_ROW_BYTES))
     delimiter = next((mark for mark in delimiters if mark.encode() in header_line), delimiters[0])
@@ -118,7 +118,7 @@ def _delimited(stream: BinaryIO, name: str, delimiters: str) -> Iterator[Located
                     yield Located(ValueError(f"the header has {problem}"), begin)
                     return
             elif [record[0].removeprefix("\ufeff") or header[0], *record[1:]] == header:
-                yield Located(ValueError("the header again, where files were joined; take it out"), begin)
+                yield Located(ValueError("the header again, where files were joined; remove it"), begin)
             elif len(record) != len(header):
                 shown = ", ".join(header)[:_FIELDS_SHOWN]
                 problem = f"{len(record)} fields, where the header has {len(header)} ({shown})"
@@ -135,8 +135,8 @@ def _delimited(stream: BinaryIO, name: str, delimiters: str) -> Iterator[Located
 
 
 def _records(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """The records of a table, each after its number of lines. Quotes may hold delimiters and line breaks; but tables
-    with tabs are often written without quoting, so that those around what looks like several rows are refused."""
+    """Yield each record of a table, after its number of lines. Quotes may enclose delimiters and line breaks. But
+    tables with tabs are often written without quoting, so quotes around what looks like several rows are refused."""
     taken = list[str]()
 
     def recorded() -> Iterator[str]:
@@ -150,9 +150,9 @@ def _records(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[s
     for record in csv.reader(recorded(), delimiter=delimiter, strict=True):
         text = "".join(taken)
         if apart.search(text) and apart.search(cell.sub("", text)):
-            raise csv.Error(f"a blank between {delimiter!r} and a quote, which is then no quote: take these out")
+            raise csv.Error(f"a blank between {delimiter!r} and a quote, which is then no quote: remove such blanks")
         if delimiter == "\t" and len(taken) > 1 < width and all(line.count("\t") == width - 1 for line in taken):
-            raise csv.Error("quotes around tabs and line breaks may be characters of several rows")
+            raise csv.Error("quotes around tabs and line breaks may belong to the text of several rows")
         width = width or len(record)
         yield len(taken), record
         taken.clear()
@@ -162,7 +162,7 @@ def _doubled(columns: list[str]) -> str:
     """Return what is wrong if two columns have the same name; "" if all names differ."""
     for column in columns:
         if columns.count(column) > 1:
-            return f"the column {column[:_FIELDS_SHOWN]!r} twice; give each a name of its own"
+            return f"the column {column[:_FIELDS_SHOWN]!r} twice; rename one of the two"
     return ""
 
 
@@ -189,7 +189,7 @@ def _columns(stream: BinaryIO, name: str) -> Iterator[Located]:
             yield row
     except (pyarrow.ArrowException, OSError) as error:
         cause = " ".join(str(error).split())[:200]
-        raise UserError(f"{name}: not Parquet or Arrow behind row {number} ({cause}); is it whole?") from None
+        raise UserError(f"{name}: not Parquet or Arrow after row {number} ({cause}); is it complete?") from None
 
 
 def arrow_rows(tables: Iterable[Any], name: str) -> Iterator[Located]:
@@ -220,8 +220,8 @@ def _labelled(value: Any, feature: Any) -> Any:
 
 def _as_written(value: Any, type: Any, name: str) -> Any:
     """A value as it was before Arrow gave all objects of a column the same keys: without nulls, unless Arrow knows no
-    other value of the key. Of bytes that are UTF-8, the text; of a float of 32 or 16 bits, the shortest number that it
-    stands for: 0.1, not 0.10000000149011612."""
+    other value of the key. UTF-8 bytes become text. A 32- or 16-bit float becomes the shortest decimal that rounds to
+    it: 0.1, not 0.10000000149011612."""
     if isinstance(value, dict):
         given = [field for field in type if value[field.name] is not None or str(field.type) == "null"]
         return {field.name: _as_written(value[field.name], field.type, field.name) for field in given}
@@ -236,7 +236,7 @@ def _as_written(value: Any, type: Any, name: str) -> Any:
         pairs = [(key, _as_written(item, type.item_type, name)) for key, item in value]
         held = dict(pairs)
         return held if len(held) == len(pairs) and all(isinstance(key, str) for key in held) else pairs
-    if isinstance(value, bytes) and name not in _IMAGES and b"\0" not in value:  # other programs write texts so
+    if isinstance(value, bytes) and name not in _IMAGES and b"\0" not in value:  # some programs write texts so
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode()
     return value
@@ -249,8 +249,8 @@ def row_as_json(row: dict[str, Any], number: int) -> Located:
 
 
 def _as_json(value: Any) -> Any:
-    """Replace a value that JSON cannot hold. Bytes become an object, which no parser takes for text and
-    `picture_of` reads."""
+    """Replace a value that JSON cannot hold. Bytes become an object, which `picture_of` reads and no parser takes for
+    text."""
     if isinstance(value, (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)):
         return str(value)
     is_bytes = isinstance(value, bytes)
@@ -258,7 +258,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _document(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """Yield a text file as one row, {"text": ...}; one with rows of JSON in it is read as those."""
+    """Yield a text file as one row, {"text": ...}; one that contains rows of JSON is read as JSON."""
     stream.seek(0)
     content = stream.read(MAX_ROW_BYTES + 1)
     if _ROWS_OF_JSON.match(content):
@@ -271,7 +271,7 @@ def _document(stream: BinaryIO, name: str) -> Iterator[Located]:
 
 _ROWS_OF_JSON = re.compile(rb'(\xef\xbb\xbf)?\s*(\[\s*)?\{\s*"')
 TEXTS = (".txt", ".md")
-"""Suffixes of texts. In a folder they may be about the data."""
+"""Suffixes of texts. In a folder, texts may describe the data."""
 
 
 def has_lines(suffix: str, stream: BinaryIO) -> bool:

@@ -19,7 +19,7 @@ _MAX_NAME = 80
 """Maximum number of characters of a field's name that a message repeats: names in a file may have any length."""
 _BLANK = re.compile(r"[ \t\r\n]*")
 _WRAPPED = re.compile(rb'(?m)^\s*\{\s*"(data|rows|examples|instances)"\s*:\s*\[\s*[{\]]')
-"""How an object with the rows under its only key begins."""
+"""The beginning of an object that has the rows under its only key."""
 
 
 class Located(NamedTuple):
@@ -78,7 +78,8 @@ class ParsedRow(NamedTuple):
     """What `parse` may return around an example.
 
     Attributes:
-        group: rows of one group, such as those with one prompt, are all held out or all trained on; "": equal rows.
+        group: rows of one group, such as those with one prompt, are all held out or all trained on; "" groups equal
+            rows.
         notes: what was done to the row; each note is counted over all rows.
         unread: names of the row's keys that were not read.
     """
@@ -90,8 +91,8 @@ class ParsedRow(NamedTuple):
 
 
 def located(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """Yield the values of a JSON array, also one in {"data": [...]}, or of JSON Lines, as the content decides; `name`
-    is the file's in messages."""
+    """Yield the values of a JSON array (also one in {"data": [...]}) or of JSON Lines; the content decides which.
+    `name` is the file's name in messages."""
     end, begin = _array_end(stream)
     stream.seek(begin)
     if end is not None:
@@ -104,10 +105,10 @@ def located(stream: BinaryIO, name: str) -> Iterator[Located]:
         if len(raw) > MAX_ROW_BYTES:
             raise UserError(f"{name}:{line}: a line of more than {MAX_ROW_BYTES >> 20} MiB; give each row its own line")
         text = decoded(raw, name, line, begin)
-        text = text.removeprefix("\ufeff")  # of a file that was joined to another
+        text = text.removeprefix("\ufeff")  # the mark of a file that was joined to another
         if is_first and text.strip() == "{":
             if stream.readline(MAX_ROW_BYTES).lstrip().startswith(b'"'):
-                problem = ValueError("an object over several lines; one line for each row: jq -c . FILE > NEW")
+                problem = ValueError("an object over several lines; write each row on one line: jq -c . FILE > NEW")
                 yield Located(problem, line)
                 return
             stream.seek(begin + len(raw))
@@ -123,7 +124,7 @@ def is_array(stream: BinaryIO) -> bool:
 
 
 def _array_end(stream: BinaryIO) -> tuple[str | None, int]:
-    """What must follow an array of rows, "" or the "}" of an object around it, None for JSON Lines; and the number of
+    """What must follow an array of rows: "", or "}" if it is in an object; None for JSON Lines. Also the number of
     bytes of the byte-order mark."""
     stream.seek(0)
     begin = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
@@ -135,12 +136,12 @@ def _array_end(stream: BinaryIO) -> tuple[str | None, int]:
     stream.seek(begin)
     wrapped = _WRAPPED.match(stream.read(_MAX_NAME))
     stream.seek(begin + (wrapped.end() if wrapped else 0))
-    # if more lines begin so, they are JSON Lines, each with such a key
+    # if more lines begin so, the file is JSON Lines with such a key in each line
     return ("}" if wrapped and not _WRAPPED.search(stream.read(MAX_ROW_BYTES)) else None), begin
 
 
 def decoded(raw: bytes, name: str, line: int, begin: int) -> str:
-    """The text of bytes that begin on this line and byte of a file; a UserError names the first that is not UTF-8."""
+    """The text of bytes that begin on this line and byte of a file; UserError names the first non-UTF-8 byte."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -159,11 +160,11 @@ def not_utf8(place: str, where: str, content: bytes) -> UserError:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any] | ValueError:
-    """Return an object or, if a key is repeated, an error in its place, so that the rows after it are decoded too."""
+    """Return an object or, if a key is repeated, an error instead of the object, so that later rows are decoded too."""
     row: dict[str, Any] = {}
     for key, value in pairs:
         if key in row:
-            return RowProblem(key, "each key once, it stands here twice")
+            return RowProblem(key, "each key once, but this one is repeated")
         row[key] = value
     return row
 
@@ -214,7 +215,7 @@ def _array(text: str, end: str) -> Iterator[Located]:
         at = _behind_blanks(text, at + 1)
         if text.startswith("]", at):
             if mark == ",":
-                yield Located(ValueError("a comma behind it announces a row that is not there"), number)
+                yield Located(ValueError("a comma follows, but no row after it"), number)
             break
         number += 1
         try:
@@ -226,7 +227,7 @@ def _array(text: str, end: str) -> Iterator[Located]:
         at = _behind_blanks(text, behind)
         mark = text[at : at + 1]
         if mark not in (",", "]"):
-            yield Located(ValueError("expected ',' or ']' behind it; is the file cut off?"), number)
+            yield Located(ValueError("expected ',' or ']' after it; is the file cut off?"), number)
             return
     if (rest := text[at + 1 :].strip()) != end:
         what = f"text after the end of the array: {rest[:20]!r}" if rest else f"expected {end!r} at the end"
@@ -235,5 +236,5 @@ def _array(text: str, end: str) -> Iterator[Located]:
 
 def _behind_blanks(text: str, at: int) -> int:
     blanks = _BLANK.match(text, at)
-    assert blanks  # it matches nothing, too
+    assert blanks  # it matches the empty text, too
     return blanks.end()

@@ -43,7 +43,7 @@ _ROW_OF_TABLE = 'a row, got columns, as of df.to_json(); write rows: df.to_json(
 
 Parse = Callable[[dict[str, Any]], Any]
 Read = Callable[[Path, contextlib.ExitStack], Iterable[Located]]
-"""Reads the rows of a file, with a folder for what it needs on the way; both last until the stack closes."""
+"""Reads the rows of a file; the folder is for temporary files. Rows and folder last until the stack closes."""
 
 
 def read_file(path: Path, parse: Parse) -> RowFile:
@@ -175,8 +175,8 @@ def _log_unkept(error: OSError) -> None:
 
 
 def _check(rows: RowFile, values: Iterable[Located], parse: Parse, written: BinaryIO | None) -> int:
-    """Parse each row and record its place: in the file or, if the rows are written there, in `written`. Return how many
-    bad rows an audit left out."""
+    """Parse each row and record its place in the file or, if `written` is given, in `written`, which then receives the
+    rows. Return how many bad rows an audit left out."""
     places, problems, bad = bytearray(), Tally(), 0
     left_out = left_out_rows()
     for value, number, raw, begin in values:
@@ -223,7 +223,8 @@ def _keys_beside(problem: ValueError, row: Any) -> str:
 
 
 def _is_table(row: dict[str, Any]) -> bool:
-    """Whether an object is a whole table by columns, as pandas writes it: each an object with the same row numbers."""
+    """Whether an object is a table by columns, as pandas writes it: its columns are objects with the same row
+    numbers."""
     rows = next(iter(row.values()), None)
     if not rows or not isinstance(rows, dict) or not all(map(str.isdecimal, rows)):
         return False
@@ -240,5 +241,5 @@ def _described(problems: Tally, rows: RowFile, bad: int) -> Iterator[str]:
 
 
 def _content(raw: bytes) -> bytes:
-    """A row's text without what does not make it another row: blanks, line breaks and the order of its keys."""
+    """A row's text in a normal form, equal for rows that differ only in blanks, line breaks or the order of keys."""
     return json.dumps(json.loads(raw), sort_keys=True).encode()

@@ -21,7 +21,7 @@ _PLACES_BYTES = PLACE.size << 14
 """Number of bytes of `places` that `groups` reads at once."""
 _NAMED = 5
 UNREAD = "not read: "
-"""How the notes begin that name a key which was not read."""
+"""Begins each note that names a key which was not read."""
 
 
 class Place(NamedTuple):
@@ -97,7 +97,7 @@ class OpenFile:
 
 
 class Tally(dict[str, list[Any]]):
-    """Maps a remark to the number of rows it is about, and the lines or numbers of the first ones."""
+    """Maps a remark to how many rows it applies to, and to the line numbers (or row numbers) of the first of them."""
 
     MOST_NAMED = 1000
 

@@ -75,8 +75,8 @@ class Rows(Sequence[Row]):
 
     @property
     def sources(self) -> list[str]:
-        """The files, folders and data sets that `read_rows` was given, with no more of their paths than tells them
-        apart."""
+        """The files, folders and data sets that `read_rows` was given, with only as much of their paths as
+        distinguishes them."""
         paths = [Path(name) for name, _ in self._given]
         for parts in itertools.count(1):
             names = ["/".join(path.parts[-parts:]) or str(path) for path in paths]
@@ -90,8 +90,8 @@ class Rows(Sequence[Row]):
         return [of_file[file] for file, _ in map(self._file_of, indices)]
 
     def shares_rows(self, other: Any) -> bool:
-        """Whether some of these rows are `other`'s too, from one reading: a task evaluates them on purpose, and its
-        notes say so."""
+        """Whether some of these rows are also in `other`, from the same reading. A task then evaluates rows that it
+        trains on, on purpose, and its notes say so."""
         return isinstance(other, Rows) and other._files is self._files and not {*self._chosen}.isdisjoint(other._chosen)
 
     def places(self, indices: Sequence[int]) -> list[Place]:
@@ -116,7 +116,7 @@ class Rows(Sequence[Row]):
 
         every = itertools.chain.from_iterable(file.groups() for file in self._files)
         groups = np.fromiter(every, np.uint32, self._ends[-1])[np.asarray(self._chosen)]
-        # multiply-shift hashing, as groups are hashes already: a group is drawn alike whatever the other rows are
+        # multiply-shift hashing, as groups are hashes already: a group's number does not depend on the other rows
         factor = np.uint64(random.Random(seed).getrandbits(64) | 1)
         drawn = (groups.astype(np.uint64) * factor) >> np.uint64(32)
         is_out = drawn < np.sort(drawn)[rows] if len(drawn) > rows else np.ones(len(drawn), dtype=bool)
@@ -132,7 +132,7 @@ class Rows(Sequence[Row]):
         return train, dataclasses.replace(out, notes=[])
 
     def sample(self, rows: int) -> Rows[Row]:
-        """Return `rows` of the rows, drawn at random, in their order: the same each time, and among those of a larger
+        """Return a random sample of `rows` rows, in their order. It is the same each time, and a part of any larger
         sample."""
         import numpy as np
 
@@ -140,7 +140,7 @@ class Rows(Sequence[Row]):
         return self._only(np.sort(drawn[:rows]))
 
     def _only(self, which: Any) -> Rows[Row]:
-        """The rows of these indices, or of an array that says which."""
+        """The rows at these indices, or where an array of booleans is true."""
         import numpy as np
 
         chosen = np.asarray(self._chosen, dtype=np.int64)[which]
@@ -196,12 +196,12 @@ def read_rows(
     Args:
         path: files of any format in READERS, compressed or not; folders, FOLDER:SPLIT; data sets of the Hugging Face
             hub, ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT. Several names, joined by commas, are read in order.
-        parse: turns an object into an example (or a ParsedRow), raises RowProblem for a malformed one and RowLeftOut
-            for one to do without; a pure function, called again for each use. A CSV row has text in every column.
+        parse: turns an object into an example (or a ParsedRow), raises RowProblem for a malformed object and RowLeftOut
+            for a useless one. A pure function, called again for each use. A CSV row has text in every column.
         with_folder: `parse` has an argument `folder`, to which paths in a row are relative: the folder `path`, or the
             folder that the file `path` is in.
-        split: "train" or "validation": which split of a folder or data set is read where it has several and `path`
-            names none; a line says so. For "validation" that may be its split test.
+        split: "train" or "validation": which split of a folder or data set is read if it has several and `path` names
+            none; a note says which. For "validation" this may be the split test.
     Raises:
         UserError: a file cannot be read, has no row, or bad rows: the first twenty problems, by file, line and field.
     """
@@ -218,7 +218,7 @@ def read_rows(
         lines += beside
         of_name, refused = _read_files(files, reader, parser, lines, problems)
         if refused and of_name:
-            problems.append(f"{folder}: if {', '.join(refused)} is no data, take it out, or name the files to read")
+            problems.append(f"{folder}: if {', '.join(refused)} is no data, remove it, or name the files to read")
         read += of_name
         parsers += [parser] * len(of_name)
         given.append((str(name), len(of_name)))
@@ -238,8 +238,8 @@ def _read_files(
     lines: list[str],
     problems: list[str],
 ) -> tuple[list[RowFile], list[str]]:
-    """Return the files of one name, without copies, and the names of those that are refused; add to lines and problems,
-    of which MAX_PROBLEMS are raised at once."""
+    """Return the files of one name, without copies, and the names of refused files. Adds to `lines` and `problems`;
+    MAX_PROBLEMS problems are raised at once."""
     of_name: list[RowFile] = []
     refused: list[str] = []
     alike: dict[bytes, RowFile] = {}
@@ -267,7 +267,7 @@ def example_name(examples: Sequence[Any], split: str, index: int) -> str:
 
 
 def with_places(lines: Sequence[str], examples: Sequence[Any], split: str) -> list[str]:
-    """Return the lines; to one that begins like "train example 5:", with an example's index, add file and line."""
+    """Return the lines, with file and line of the example added to each that begins like "train example 5:"."""
     if not isinstance(examples, Rows):
         return list(lines)
 

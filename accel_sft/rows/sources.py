@@ -18,7 +18,7 @@ from accel_sft.rows.formats import COMPRESSIONS, READERS, format_of, is_data_fil
 from accel_sft.rows.row_file import more
 
 _NO_DATA = re.compile(r"\..*|config\.json|dataset_(dict|infos?)\.json|state\.json|cache-\w+\.arrow")
-"""Names of hidden files, and of those beside the rows of a data set that hold none, or copies of them."""
+"""Names of hidden files, and of files in a data set that hold no rows, or only copies of rows."""
 _USUAL = {"train": ["train"], "validation": ["validation", "test"]}
 """For each use: the splits to look for if none is named; the first that exists is read."""
 _WORDS = {
@@ -30,12 +30,12 @@ _IN_NAME = {
     split: re.compile(rf"(^|[-._ =0-9])({words})(sets?|data|split)?([-._ =0-9]|$)", re.IGNORECASE)
     for split, words in _WORDS.items()
 }
-"""What is in the names of each split's files and folders, as in `datasets` (data_files.py), and behind "="; also in one
-word with "set" or "data", and what is held out, which would else be trained on."""
+"""Finds each split in names of files and folders, like `datasets` (data_files.py), but also after "=", or joined with
+"set" or "data". Held-out data is recognized too, which would otherwise be trained on."""
 _CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 """Where a word begins within another, as in TestData."""
 _SHARD = re.compile(r"data/(.+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
-"""Files of a data set of the hub; its splits may have any names, and it has no other rows."""
+"""Names of the files of a hub data set. Its splits may have any names, and no other files hold rows."""
 
 _SPLIT = r"[\w.-]+(\[[\d%:-]+\])?"
 _NAME = re.compile(
@@ -129,7 +129,7 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
         lines.append(f"{folder}: not read, as of no known format: {others[0].name}{more(len(others) - 1)}")
     if len(configs) > 1:
         configurations = ", ".join(str(config.get("config_name")) for config in configs)
-        lines.append(f"{folder}: read are all its configurations, {configurations}; for one, name its files or folder")
+        lines.append(f"{folder}: all its configurations are read: {configurations}; for one, name its files or folder")
     return splits[split], lines
 
 
@@ -145,7 +145,7 @@ def _by_card(folder: Path, names: Collection[str], configs: list[dict[str, Any]]
 
 
 def _configurations(card: Path) -> list[dict[str, Any]]:
-    """The configurations that a folder's card describes; none where it is no card, or is not YAML."""
+    """The configurations that a folder's card describes; none if the file is no card, or not YAML."""
     head = re.match(r"---\n(.*?)\n---", card.read_text(errors="replace"), re.DOTALL) if card.is_file() else None
     if not head or "configs" not in head[1]:
         return []
@@ -153,7 +153,7 @@ def _configurations(card: Path) -> list[dict[str, Any]]:
 
     try:
         content = yaml.safe_load(head[1])
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):  # `date: 2026-13-45` is one
         return []
     configs = content.get("configs") if isinstance(content, dict) else None
     return [config for config in configs if isinstance(config, dict)] if isinstance(configs, list) else []
@@ -172,8 +172,8 @@ def _splits_by_card(configs: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def _split_by_name(name: str) -> str:
-    """The split of a file by its path in the folder. If anything in it names another split than train, it is that; a
-    folder that names train too, such as train_test_split, is of both."""
+    """The split of a file by its path in the folder: the split other than train that the file or a folder names, else
+    train. A folder that names train too, such as train_test_split, does not count."""
     *folders, file = name.split("/")
     for part in (*reversed(folders), file):
         signs = [split for split, sign in _IN_NAME.items() if sign.search(_CAPITAL.sub("_", part))]
@@ -183,10 +183,10 @@ def _split_by_name(name: str) -> str:
 
 
 def _all_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The data files of a folder, and those that may hold data too, in a format that is not read."""
+    """The data files of a folder, and files that may hold data in a format that is not read."""
 
     def failed(error: OSError) -> None:
-        raise UserError(f"{error.filename}: cannot be read ({error.strerror}); make it readable, or take it away")
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror}); make it readable, or remove it")
 
     data: list[Path] = []
     texts: list[Path] = []
@@ -214,21 +214,21 @@ def _all_files(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _is_medium(path: Path) -> bool:
-    """Whether a file is an image, a sound, a film or a text by its suffix."""
+    """Whether a file's suffix is that of an image, a sound, a film or a text."""
     kind, _ = mimetypes.guess_type(path.name, strict=False)
     return (kind or "").startswith(("image/", "audio/", "video/", "text/"))
 
 
 def is_dataset_name(name: str) -> bool:
     """Whether `name` is ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT, no folder ORG exists, and `name` does not
-    end like a data file. Behind NAME may stand @REVISION: a branch, tag or commit. A split may have a slice in the form
-    of `datasets`, such as train[:500] or train[10%:20%]."""
+    end like a data file. NAME may be followed by @REVISION: a branch, tag or commit. A split may have a slice in the
+    form of `datasets`, such as train[:500] or train[10%:20%]."""
     path = Path(name)
     return bool(_NAME.fullmatch(name)) and not os.path.exists(path.parent) and not is_data_file(path)
 
 
 def load_dataset(name: str, use: str) -> tuple[Any, list[str]]:
-    """The `datasets.Dataset` called `name`, and a line on the other splits if `name` has none: `use` chooses it."""
+    """The `datasets.Dataset` called `name`. If `name` has no split, `use` chooses one, and a line names the others."""
     try:
         import datasets
     except ImportError:

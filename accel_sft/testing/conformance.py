@@ -19,19 +19,19 @@ from accel_sft.chat.pictures import Picture
 
 CODES = {
     "T101": ("the class breaks the contract of tasks", "give it the methods and options that are named here"),
-    "T102": ("its options are refused by problems()", "construct it with values that it takes itself"),
+    "T102": ("its options are refused by problems()", "construct it with values that problems() accepts"),
     "T103": ("its options do not make the same task again", "keep an option's value as it was given"),
     "T201": ("dataset() fails, or gives no sequence of examples", "return a sequence with at least one example"),
     "T202": ("messages() or target() fails, or gives no conversation", "return chat messages, and a text as target"),
     "T203": ("a target is empty, and training leaves the row out", "write the answer, or take the row out"),
-    "T204": ("a method answers otherwise when called again", "draw nothing at random in a call; seed it in dataset()"),
+    "T204": ("calling a method again gives another result", "draw nothing at random in a call; seed it in dataset()"),
     "T205": ("another process gets other data", "seed random numbers, and sort sets: their order differs by process"),
     "T301": ("prompts of validation are in training", "split by what the prompt says"),
     "T401": ("score() or aggregate() fails on a right answer", "give numbers by name, the main metric among them"),
     "T402": ("a right answer does not score best", "let score() take what target() gives as perfect"),
     "T403": ("score() or aggregate() fails on what a model may write", "score what cannot be read as wrong"),
-    "T404": ("what is no answer scores as well as the right one", "score what is not the answer lower"),
-    "T405": ("scores cannot be written as JSON", "give numbers, texts, lists and dicts of them; NaN is none"),
+    "T404": ("a wrong answer scores as well as the right one", "score wrong answers lower"),
+    "T405": ("scores cannot be written as JSON", "give numbers, texts, lists and dicts of them; NaN is not allowed"),
 }
 """Code -> what is wrong, and how to fix it. A code never changes its meaning."""
 SPLITS = ("train", "validation")
@@ -44,7 +44,7 @@ class TaskConformance:
 
     Attributes:
         task: the task, with the options that its data needs.
-        examples: at most this many examples of each split are checked, evenly spread; leaks are looked for in all.
+        examples: at most this many examples of each split are checked, evenly spread; all are checked for leaks.
         leaks_allowed: a reason why prompts of validation may be in training; empty: they may not.
         best: the main metric of right answers; None: if it lies between 0 and 1, it must be 1 (or 0, if lower is
             better), and otherwise better than that of garbage.
@@ -173,7 +173,7 @@ class TaskConformance:
 
 @contextlib.contextmanager
 def _fault(code: str, doing: str = "") -> Iterator[None]:
-    """Inside, an error is a finding of this code."""
+    """Inside, an error becomes a finding with this code."""
     try:
         yield
     except Exception as error:
@@ -200,8 +200,8 @@ def _hold(code: str, faults: Sequence[str]) -> None:
 
 
 def observed(task: Task, split: str, most: int) -> list[str]:
-    """A SHA-256 for each of at most `most` examples, evenly spread: of the split's size, messages and target. They must
-    be equal at every call and on every rank."""
+    """A SHA-256 for each of at most `most` examples, evenly spread: of the split's size, messages and target. Hashes
+    must be equal at every call and on every rank."""
     examples = read_split(task, split)
     step = max(1, math.ceil(len(examples) / most))
     chosen = (examples[index] for index in range(0, len(examples), step))
@@ -217,7 +217,7 @@ def _identity(value: Any) -> str:
 def rank() -> None:
     """Be one rank: read the path and a pickled task from standard input, and write what it observes as JSON."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answer:
-        os.dup2(2, 1)  # what the task prints goes to standard error, in its order there
+        os.dup2(2, 1)  # what the task prints goes to standard error, in order
         sys.stdout = sys.stderr
         sys.path[:] = pickle.load(sys.stdin.buffer)
         task, most = pickle.load(sys.stdin.buffer)

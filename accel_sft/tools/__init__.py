@@ -1,1 +1,1 @@
-"""Tools beside training, each with its own command. The engine imports only one of their modules, `check.tokens`."""
+"""Tools around training, each with its own command. The trainer imports only one of their modules, `check.tokens`."""

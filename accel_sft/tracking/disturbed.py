@@ -1,6 +1,6 @@
 """Finds steps in which a run was disturbed: others took the machine's cores, or a GPU was throttled. No torch.
 
-Rank 0 marks readings while a run lasts, in metrics.jsonl; reports and comparisons make segments of steps of them.
+Rank 0 marks readings in metrics.jsonl while a run lasts; reports and comparisons turn marks into segments of steps.
 """
 
 import dataclasses
@@ -13,27 +13,26 @@ from accel_sft.io.files import is_number
 from accel_sft.launch.machine_state import slowed_by
 
 KEY = "machine"
-"""In a training line of metrics.jsonl, if its readings are new: their marks."""
+"""Key of the marks in a training line of metrics.jsonl whose readings are new."""
 LOST = 0.1
-"""Share of the cores that were wanted, at least of one, from which on their loss is marked. Daemons take less, and over
-a second the kernel's ticks of 10 ms are wrong by less."""
+"""Share of the wanted cores (or of one core, if fewer were wanted) from which on a loss is marked. Daemons take less,
+and over a second the kernel's ticks of 10 ms are wrong by less."""
 _FREE = 0.1
-"""Share of idle cores from which on other processes are not marked: a run that wants more cores has them."""
+"""With this share of idle cores or more, other processes are not marked: a run that wants more cores has them."""
 OTHERS_GIB = 1.0
-"""Memory of other processes on a GPU from which on it is marked: a context without work has up to 0.6 GiB."""
+"""From this size on, memory of other processes on a GPU is marked: a context without work has up to 0.6 GiB."""
 _LEAST_READINGS = 3
-"""Marked readings, one a second, that make a segment: clocks dip and daemons wake up for a moment."""
+"""Least number of marked readings (one a second) in a segment: clocks dip and daemons wake up for a moment."""
 _LEAST_SHARE = 0.01
-"""Share of the time of all steps that a segment has at least: a shorter one does not matter."""
+"""Least share of the time of all steps in a segment: a shorter segment does not matter."""
 MUCH = 0.1
-"""Share of the steps' time from which on a run's speed is not the machine's: at half the speed it takes 10% longer,
-about as much as rounds on a quiet machine differ."""
+"""Disturbed share of the steps' time from which on a run's speed does not count as the machine's. A smaller share, even
+at half the speed, makes a run about 5% longer: less than rounds on a quiet machine differ."""
 _SHOWN = 5
 
 
 def marks(system: Sequence[Any]) -> dict[str, float]:
-    """What is out of the ordinary in the `system.Reading` of each rank: its number by a sentence that has # in the
-    number's place."""
+    """Disturbances in the `system.Reading` of each rank: maps a sentence, with # for its number, to the number."""
     numbers = {}
     hosts = [rank for rank, read in enumerate(system) if not math.isnan(read.busy_cores)]
     for first, end in itertools.pairwise([*hosts, len(system)]):  # the first rank of each machine reads its cores
@@ -77,7 +76,7 @@ class Segment:
 
 
 def disturbed_segments(lines: Iterable[Mapping[str, Any]]) -> list[Segment]:
-    """The segments that matter, by a run's training lines. A single reading without the mark does not end one."""
+    """The segments that matter in a run's training lines. A single reading without the mark does not end a segment."""
     begun: list[Segment] = []
     newest: dict[str, Segment] = {}  # by mark
     total, passed, before, readings = 0.0, 0.0, 0, 0  # passed: seconds since the reading of the step `before`
@@ -100,10 +99,9 @@ def disturbed_segments(lines: Iterable[Mapping[str, Any]]) -> list[Segment]:
 
 
 def sentences(segments: Sequence[Segment]) -> list[str]:
-    """The longest segments in words, in the order of their steps, and how many more there are."""
+    """The longest segments in words, in the order of their steps."""
     longest = sorted(segments, key=lambda segment: -segment.seconds)[:_SHOWN]
-    more = [f"{len(segments) - _SHOWN} shorter segments more"] if len(segments) > _SHOWN else []
-    return [str(segment) for segment in segments if segment in longest] + more
+    return [str(segment) for segment in segments if segment in longest]
 
 
 def share(lines: Sequence[Mapping[str, Any]], segments: Sequence[Segment]) -> float:

@@ -1,9 +1,9 @@
-"""Warns once if a GPU idles or waits for others during training, and names the likely cause by measurements.
+"""Warns once if a GPU idles or waits for others during training, and names the likely cause, judged from measurements.
 
-NVML counts the time in which any kernel ran. NCCL's run, and spin, while their rank waits for another: a waiting GPU
-reads 100%. So waiting is measured in the processes: a rank whose batches and forwards take less time than another's
-waits for that one in its backward, at least for the difference. Under ZeRO-3 and FSDP, whose ranks wait within a
-forward, and where ranks share rows, it is not measured.
+NVML counts the time in which any kernel ran. NCCL's kernels run, and spin, while their rank waits for another:
+a waiting GPU reads 100%. So the processes measure waiting: a rank whose batches and forwards take less time than
+another rank's waits for that rank in its backward, at least for the difference. Waiting is not measured under ZeRO-3
+and FSDP, whose ranks wait within a forward, or if ranks share rows.
 """
 
 import math
@@ -22,7 +22,7 @@ LOW_PERCENT = 50.0
 _MUCH = 0.2
 """Share of a window's time from which on making batches counts as the cause."""
 _BEHIND = 0.1
-"""The same for waiting. Only the part that comes from forwards is measured: backwards take longer."""
+"""The same share for waiting. Only waiting caused by forwards is measured; backwards take longer."""
 _SMALL_TOKENS = 4096
 """A forward of fewer tokens may take longer to launch than to run."""
 
@@ -50,8 +50,8 @@ class IdleWatch:
     ) -> str | None:
         """Count a step; returns a warning the first time that a GPU idles or waits for others, else None.
 
-        `record` is the step's line of metrics.jsonl; `seconds` were spent in each span since the step before, which was
-        entered so many `times`; `readings` are the new ones by rank.
+        `record` is the step's line of metrics.jsonl; `seconds` is the time spent in each span since the step
+        before, `times` how often the span was entered; `readings` are the new readings by rank.
         """
         self._steps += 1
         if self._warned or self._steps <= WARMUP_STEPS:
@@ -75,7 +75,7 @@ class IdleWatch:
         use = {rank: sum(percents) / len(percents) for rank, percents in self._percents.items()}
         slowest, quickest = (end(use, key=lambda rank: self._forward_seconds[rank]) for end in (max, min))
         behind = self._forward_seconds[slowest] - self._forward_seconds[quickest]
-        if (share := behind / self._time.seconds) >= _BEHIND:  # NaN, where it is not measured, is not
+        if (share := behind / self._time.seconds) >= _BEHIND:  # false for NaN: not measured
             return (
                 f"rank {quickest} waits for rank {slowest} for {share:.0%} of a step or longer, {window}: "
                 "compare the clocks, heat and load of their GPUs"
@@ -93,4 +93,4 @@ class IdleWatch:
             return f"making batches takes {shares[BATCHES]:.0%} of a step: look at the host's load and disk"
         if tokens < _SMALL_TOKENS:
             return f"a forward has {tokens:,.0f} tokens: try a larger --micro-batch-size"
-        return f"{shares[largest]:.0%} of a step is {largest}; see a --profile"
+        return f"{shares[largest]:.0%} of a step is {largest}; see --profile"

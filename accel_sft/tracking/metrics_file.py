@@ -36,7 +36,7 @@ class MetricsFile:
     @property
     def chain(self) -> str:
         """`chained` over all lines; checkpoints record it, so that `verify` finds lines that were changed later. It is
-        brought up to date by reading what was appended, so that a step's line costs nothing more."""
+        updated here by reading the appended lines, so that appending costs nothing more."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 file.seek(self._chained)
@@ -47,7 +47,7 @@ class MetricsFile:
 
     def rewind(self, step: int, evaluated: bool = True, chain: str = "") -> tuple[int, dict[str, Any] | None]:
         """Drop every line after `step`, and the evaluation at `step` unless the checkpoint contains it (`evaluated`).
-        Going on from the checkpoint's `chain`, not from the file, keeps later edits of the file visible. Returns the
+        The new chain continues the checkpoint's `chain`, so that later edits of the file stay visible. Returns the
         number of unreadable lines, dropped too, and the last training line if an evaluation at `step` was dropped."""
         self.close()
         self._chain, self._chained = chain, 0
@@ -80,7 +80,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def mean_mfu(lines: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the MFU over the steps of these lines that have one, by their time; None if none has."""
+    """Return the mean MFU of these lines, weighted by step time; None if no line has an MFU."""
     pairs = [(line.get("mfu"), line.get("seconds")) for line in lines]
     steps = [(mfu, seconds) for mfu, seconds in pairs if isinstance(mfu, float) and isinstance(seconds, float)]
     total = sum(seconds for _, seconds in steps)

@@ -71,7 +71,7 @@ class ProgressBar:
             self._bar = None
 
     def _details(self, now: float) -> list[str]:
-        """What is known of the step, the most important first, as the end may not fit."""
+        """The step's numbers, the most important first, because the end may not fit."""
         record = self._record
         parts = [self._time_to_go(now)] if self.done < self.total_steps else []
         parts += [f"loss {shown(record['loss'])}"] if "loss" in record else []
@@ -82,7 +82,7 @@ class ProgressBar:
         return parts + [f"{name} {shown(record[name])}" for name in ("grad_norm", "epoch") if name in record]
 
     def _time_to_go(self, now: float) -> str:
-        """From the mean time of a step since this process finished its first one; evaluations and checkpoints count."""
+        """By the mean time per step since this process finished its first step; evaluations and checkpoints count."""
         if self._first is None or self.done <= self._first[0]:
             return "ETA -:--:--"
         step, began = self._first

@@ -1,4 +1,4 @@
-"""Sends curves and texts to TensorBoard and to Accelerate's trackers; add a tracker that Accelerate lacks here."""
+"""Sends curves and texts to TensorBoard and to Accelerate's trackers. Add here a tracker that Accelerate lacks."""
 
 import re
 import secrets
@@ -14,7 +14,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.files import write_atomically
 
 _NO_NAME = re.compile(r"[^\w./: -]")
-"""Characters that MLflow accepts in no curve's name; a curve by source has the name of a file in it."""
+"""Characters that MLflow does not accept in names of curves; a curve by source is named after a file."""
 FLUSH_SECONDS = 5
 """Seconds between writes of TensorBoard's points, which a killed run may lose; metrics.jsonl loses none."""
 
@@ -37,7 +37,7 @@ def tracker_names(setting: str) -> list[str]:
 
 class Trackers:
     """Rank 0's trackers, by `tracker_names`. A service that fails during the run is logged and dropped; TensorBoard's
-    errors raise. Its events lie directly in `run_dir`, so that `--logdir runs` shows its name."""
+    errors raise. TensorBoard's events lie directly in `run_dir`, so that `--logdir runs` shows its name."""
 
     def __init__(
         self, names: Sequence[str], run_dir: Path, settings: Mapping[str, Any], log: Callable[[str], None]
@@ -46,7 +46,7 @@ class Trackers:
         self._writer: Any = None  # torch.utils.tensorboard.SummaryWriter
         self._others: list[GeneralTracker] = []
         name_of_run = settings.get("run_name") or run_dir.name
-        # a resumed run goes on in its own curves
+        # a resumed run continues its own curves
         same = {"id": _id_in_services(run_dir), "resume": "allow"} if {"wandb", "swanlab"} & {*names} else {}
         arguments = {
             "wandb": {"name": name_of_run, "dir": str(run_dir), **same},
@@ -78,7 +78,7 @@ class Trackers:
         self._others_do(lambda tracker: tracker.log(plain, step=step))
 
     def text(self, tag: str, markdown: str, step: int) -> None:
-        """Show a text where there is a place for it (TensorBoard)."""
+        """Show a text in TensorBoard; other trackers have no place for it."""
         if self._writer:
             self._writer.add_text(tag, markdown, step)
 

@@ -28,7 +28,7 @@ class Reading(NamedTuple):
     host_memory_gib: float = math.nan  # in use on the whole machine
     gpu_percent: float = math.nan  # share of the time in which a kernel ran
     gpu_memory_gib: float = math.nan  # in use on the whole device, by every process
-    forward_seconds: float = math.nan  # that batches and forwards took since the start; NaN where they wait for others
+    forward_seconds: float = math.nan  # of batches and forwards since the start; NaN if forwards wait for ranks
     busy_cores: float = math.nan  # that ran any process; this and the next three: on the first rank of a machine only
     idle_cores: float = math.nan  # of those that this process may use
     stolen_cores: float = math.nan  # by a hypervisor
@@ -41,7 +41,7 @@ class Reading(NamedTuple):
 
 _AVERAGED = Reading._fields[1 : Reading._fields.index("forward_seconds")]
 _SLOW_EVERY = 10
-"""Samples from one reading of the GPU's processes to the next, which may take ten milliseconds."""
+"""Samples from one reading of the GPU's processes to the next; a reading may take ten milliseconds."""
 
 
 class SystemSampler:
@@ -99,7 +99,7 @@ class SystemSampler:
         return percent, memory_gib
 
     def _percent(self, pynvml: Any, handle: Any) -> float:
-        """Return the mean GPU use since the last call. Calls come at one point of each step, whose use says little."""
+        """Return the mean GPU use since the last call. Calls come at one moment of each step, whose use says little."""
         with contextlib.suppress(pynvml.NVMLError):  # where the driver keeps no samples, or has no new one
             _, samples = pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, self._seen)
             new = [sample.sampleValue.uiVal for sample in samples if sample.timeStamp > self._seen]
@@ -110,7 +110,7 @@ class SystemSampler:
 
 
 class NewReading(NamedTuple):
-    """A rank's newest reading, and the one before it: None at first, and if more than steps lies between them."""
+    """A rank's newest reading, and the reading before it; None at first, and if more than steps lies in between."""
 
     now: Reading
     before: Reading | None
@@ -138,7 +138,7 @@ class Readings:
 
 class Usage:
     """Mean and peak of each rank's readings over a run's training steps. A rank's first reading, which covers the
-    start-up, counts only until there is a second one."""
+    start-up, counts only until there is a second reading."""
 
     def __init__(self) -> None:
         self._samples: Counter[int] = Counter()
@@ -186,7 +186,7 @@ def host_memory_gib() -> dict[str, float]:
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     peak = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
-    if peak is None:  # not on Linux, where ru_maxrss starts from the peak of the launcher, which forked this process
+    if peak is None:  # not on Linux, whose ru_maxrss starts from the peak of the launcher, which forked this process
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {"now": psutil.Process().memory_info().rss / GIB, "peak": peak / GIB}
 
@@ -217,8 +217,8 @@ class PhasePeaks:
         self._peaks: dict[str, float | None] = {"peak_device_memory_gib": None, "peak_host_memory_gib": None}
 
     def begin(self, phase: str | None) -> None:
-        """End the current phase and begin this one, or none: what follows None counts only for the whole run. If this
-        phase is the current one, the call costs nothing."""
+        """End the current phase and begin `phase`. With None, memory counts only for the whole run from now on. If
+        `phase` is the current phase, the call costs nothing."""
         if phase != self._phase:
             self.largest()
             reset_peak_memory(self.device)
@@ -226,7 +226,7 @@ class PhasePeaks:
 
     def largest(self) -> dict[str, float | None]:
         """This process's largest memory so far in GiB; None for the device without CUDA. Call it, or `begin`, before
-        anything that resets the peaks to measure its own."""
+        other code resets the peaks to measure its own."""
         now = peak_memory_gib(self.device)
         _raise(self._peaks, now)
         if self._phase is not None:

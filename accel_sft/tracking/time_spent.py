@@ -1,4 +1,4 @@
-"""What the training process does: as spans in a profiler's trace, and by the seconds spent in each."""
+"""Records what the training process does: as spans in a profiler's trace, and as seconds spent in each span."""
 
 import contextlib
 import time
@@ -24,8 +24,8 @@ _times: Counter[str] = Counter()
 
 @contextlib.contextmanager
 def span(name: str) -> Iterator[None]:
-    """Inside, the process does `name`, one of those above; also a decorator. It costs some microseconds."""
-    import torch  # here, since reports need the words alone
+    """Context manager and decorator for work called `name`, one of the names above. It costs some microseconds."""
+    import torch  # here, because reports need only the names
 
     began = time.perf_counter()
     try:
@@ -45,7 +45,7 @@ def taken() -> tuple[dict[str, float], dict[str, int]]:
 
 
 class TimeSpent:
-    """Adds up what the steps of this start took, evaluations and checkpoints aside."""
+    """Adds up the time of the steps of this start, without evaluations and checkpoints."""
 
     def __init__(self) -> None:
         self.steps, self.seconds = 0, 0.0
@@ -60,7 +60,7 @@ class TimeSpent:
                 self.parts[name] += seconds
 
     def totals(self) -> dict[str, Any] | None:
-        """`steps`, their `seconds`, and these divided into `parts` by what the process did; None before a step."""
+        """`steps`, their `seconds`, and these seconds divided into `parts` by span; None before the first step."""
         if not self.seconds:
             return None
         rest = max(self.seconds - sum(self.parts.values()), 0.0)

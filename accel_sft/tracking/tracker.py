@@ -46,13 +46,13 @@ _CURVES = {
 _LOGGED = 6
 """Maximum number of an evaluation's metrics in its line at the terminal."""
 _PAUSE_SECONDS = 0.05
-"""What is longer between two steps is a pause: the next readings say nothing of steps."""
+"""More time between two steps counts as a pause: the next readings say nothing about steps."""
 
 
 class Tracker(contextlib.AbstractContextManager):
     """Records and shows a run. It lives on every rank, and rank 0 writes. Only `phases()` may be a collective.
 
-    The bar shows `main_metric`, and it and `log` print to the stream `terminal`: standard output by default.
+    The bar shows `main_metric`. The bar and `log` print to the stream `terminal`, by default standard output.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Tracker(contextlib.AbstractContextManager):
     def step(
         self, record: Mapping[str, Any], system: Sequence[Sequence[float]] = (), forward_seconds: float = math.nan
     ) -> None:
-        """Record one optimizer step: `step`, `tokens`, `seconds` and any other number, to which tokens per second are
+        """Record one optimizer step: `step`, `tokens`, `seconds` and any other numbers. Tokens per second are
         added. `system` is each rank's `system()`, and `forward_seconds` what this rank's forwards of the step took."""
         seconds, times = taken()
         self._system.forward_seconds += forward_seconds
@@ -167,8 +167,8 @@ class Tracker(contextlib.AbstractContextManager):
         return self._metrics.chain if self._writes else ""
 
     def rewind(self, step: int, evaluated: bool = True, chain: str = "") -> None:
-        """Delete what an earlier start of this run recorded after `step`, at which it resumes now, and the evaluation
-        at `step` if the checkpoint (whose `chain` this is) does not contain it. Step 0 starts over."""
+        """Delete what an earlier start of this run recorded after `step`, where the run resumes, and the
+        evaluation at `step` unless the checkpoint, whose `chain` is given, contains it. Step 0 starts over."""
         self._line.done = step
         if not self._writes:
             return
@@ -186,7 +186,7 @@ class Tracker(contextlib.AbstractContextManager):
             self._show_settings()
 
     def profiler(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context; call its value's `step()` after each optimizer step. With --profile, 3 to 5 are traced."""
+        """Return a context; call its value's `step()` after each optimizer step. --profile traces steps 3 to 5."""
         if not self.config.profile:
             return contextlib.nullcontext(types.SimpleNamespace(step=lambda: None))
         return traced_steps(self.run_dir.profile, self.accelerator.process_index, self.log)
@@ -212,7 +212,7 @@ _SKIPPED, _WARMUP, _TRACED = 1, 1, 3
 
 @contextlib.contextmanager
 def traced_steps(folder: Path, rank: int, log: Callable[[str], None]) -> Iterator[Any]:
-    """Trace steps 3 to 5 into `folder`; the object's `step()` is to be called after each optimizer step."""
+    """Trace steps 3 to 5 into `folder`; call the object's `step()` after each optimizer step."""
     write = torch.profiler.tensorboard_trace_handler(str(folder), worker_name=f"rank{rank}")
 
     def ready(profiler: Any) -> None:

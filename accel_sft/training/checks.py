@@ -104,8 +104,8 @@ class Untrained:
             )
 
     def _reached(self) -> Iterator[str]:
-        """Yield the names of the weights whose part on this rank has had a gradient: AdamW's second moment is not zero,
-        or the scales of a state in 8 bits, whose own zero is another number."""
+        """Yield the names of the weights whose part on this rank has had a gradient: AdamW's second moment is not zero.
+        An 8-bit state is judged by its scales, because it stores zero as another number."""
         for partition in partitions(self._accelerator, self._model, self._optimizer):
             values = partition.state.get(SCALES[-1], partition.state.get(partition.kinds[-1]))
             if values is not None:
@@ -114,7 +114,7 @@ class Untrained:
 
 
 def without_experts(untouched: Iterable[str], reached: Iterable[str]) -> list[str]:
-    """The weights without a gradient, except experts that no token has chosen yet: those have a sibling in their layer
-    with a gradient."""
+    """The weights without a gradient, except experts that no token has chosen yet: another expert of their layer
+    has a gradient."""
     chosen = {_EXPERT.sub("*", name) for name in reached if _EXPERT.search(name)}
     return [name for name in untouched if _EXPERT.sub("*", name) not in chosen]

@@ -30,8 +30,8 @@ class Claim:
     """A run's folder, locked for this run until the run ends."""
 
     run_dir: RunDir
-    config: TrainConfig  # with the run's one `template_date`, and `--resume auto` in a later attempt of a launch
-    finished: bool  # whether its run is complete, with these settings; others are refused later, by name
+    config: TrainConfig  # with the run's `template_date`, and `--resume auto` in a later attempt of a launch
+    finished: bool  # whether the run is complete, with these settings; different ones are refused later
     fresh: bool  # whether nothing was in the folder
 
 
@@ -56,7 +56,7 @@ def claim_run_dir(accelerator: Accelerator, launch: Launch, task_name: str, task
             path = made_folder(path, mine=not (config.output_dir or earlier))
             run_dir = RunDir(path)
             lock(path)
-            # of a run that was killed while it wrote its first file
+            # left by a run that was killed while it wrote its first file
             begun_file = {file for file in abandoned(path) if file.name.startswith(".result.json.")}
             status, occupied = run_dir.read_status(), bool({*path.iterdir()} - begun_file)
             if occupied:
@@ -108,11 +108,11 @@ def _note_of_launch() -> Path | None:
 def _noted(file: Path | None) -> str:
     """The run's folder in an earlier attempt of this launch; "" without one."""
     writer, _, path = (file.read_text(encoding="utf-8") if file and file.is_file() else "").partition(" ")
-    return "" if writer == str(os.getpid()) else path  # this attempt's own note is of another run
+    return "" if writer == str(os.getpid()) else path  # this process wrote it, for another run
 
 
 def _check_shared(accelerator: Accelerator, run_dir: RunDir) -> None:
-    """Raise UserError if a machine does not see what rank 0 writes into the run's folder: checkpoints need that."""
+    """Raise UserError if a machine does not see rank 0's files in the run's folder: checkpoints must be shared."""
 
     def written() -> Path:
         token = run_dir.path / f".{secrets.token_hex(8)}.{os.getpid()}.tmp"  # `settle` removes it after a kill

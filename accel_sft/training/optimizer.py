@@ -30,7 +30,7 @@ def new_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Op
     matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) >= 2]
     vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) < 2]
     decays = [
-        # under tensor parallelism some tensors are sharded: torch's fused AdamW takes no group with both kinds
+        # under tensor parallelism, torch's fused AdamW takes no group with both sharded and whole tensors
         ([p for p in params if hasattr(p, "placements") is cut], decay)
         for params, decay in ((matrices, config.weight_decay), (vectors, 0.0))
         for cut in (True, False)
@@ -47,8 +47,8 @@ class Stepper:
     """Runs backward and update on every backend; the caller, not the backend, decides which micro-batch ends a step.
 
     Backends average gradients over ranks, so a micro-batch's loss must be sum(nll) * `averaged_over` / N, N being the
-    supervised tokens of the whole step. Under DeepSpeed the engine clips, as launch/accelerator.py set it up; elsewhere
-    `update` does. With `ema_decay`, each update that changes weights also updates `averages`.
+    supervised tokens of the whole step. Under DeepSpeed the engine clips (launch/accelerator.py sets it up);
+    elsewhere `update` clips. With `ema_decay`, each update that changes weights also updates `averages`.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Stepper:
         """Return a context for one micro-batch's forward and backward; ranks exchange gradients only in the last one.
 
         FSDP ranks reduce and scatter gradients in every micro-batch: otherwise each rank would keep unsharded
-        gradients, in the computing dtype. Only the last micro-batch waits for that; under HSDP, only the last averages
-        over the groups.
+        gradients, in the computing dtype. Only the last micro-batch waits for that exchange; under HSDP, only the
+        last one averages over the groups.
         """
         if self.engine is not None:
             self.engine.set_gradient_accumulation_boundary(last)
@@ -115,7 +115,7 @@ class Stepper:
             updated = math.isfinite(norm)
             if gathered and updated:
                 gathered.keep_gradients()
-            if updated or self.accelerator.scaler is not None:  # a loss scaler checks by itself, and adapts its scale
+            if updated or self.accelerator.scaler is not None:  # a loss scaler skips the step, and lowers its scale
                 self.optimizer.step()
         if gathered and updated:
             gathered.put_back(self.adapter.after_step(self.adapted, step, gathered.weights(clipped)))
@@ -148,7 +148,7 @@ class Stepper:
         return forwards_alone(self.accelerator)
 
     def discard_gradients(self) -> None:
-        """Drop the gradients of a step to be repeated. DeepSpeed's must be NaN on all ranks: `update` skips NaN."""
+        """Drop a step's gradients before it is repeated. DeepSpeed's must be NaN on all ranks: `update` skips NaN."""
         if self.engine is not None:
             self.update(0)
         self._clear_gradients()
@@ -156,7 +156,7 @@ class Stepper:
             torch.cuda.empty_cache()
 
     def _clear_gradients(self) -> None:
-        """Drop the gradients; DDP's are zeroed instead: they are views of buckets, and new ones need memory."""
+        """Drop the gradients; DDP's are zeroed instead: they are views of buckets, and new tensors need memory."""
         self.optimizer.zero_grad(set_to_none=not isinstance(self.model, DistributedDataParallel))
 
     def _unmanaged_norm(self) -> float | None:

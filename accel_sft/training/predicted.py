@@ -27,7 +27,7 @@ GIB = 2**30
 
 
 class Prediction:
-    """The closed form's prediction for this run; all ranks make it together, before the model is loaded.
+    """The closed-form prediction of this run's memory; all ranks make it together, before the model is loaded.
 
     A model whose parameters cannot be counted gets no prediction; this is logged, and the run continues. If the model
     states alone do not fit on some rank, all ranks raise UserError, unless `--force` is given.
@@ -114,11 +114,11 @@ def job_of_run(
             eval_rows=0 if config.eval_every == "off" else 1,
             saves=config.save_every != "off",
         )
-        return job if job.trained else None  # loading refuses names of modules that the model lacks
+        return job if job.trained else None  # 0: no module matches, and loading refuses the names
     except UnusableModel:
         raise
     except (UserError, OSError, ValueError) as error:
-        log(f"no memory is predicted: {error}")
+        log(f"memory is not predicted: {error}")
         return None
 
 
@@ -149,7 +149,7 @@ def _misfits(job: Job, force: bool) -> list[str]:
 
 
 def _beside(predicted: Estimate, measured: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Predicted and measured GiB by place and phase, and the predicted ones by component.
+    """Predicted and measured GiB by place and phase, with the prediction also by component.
 
     Torch measures only its allocator's memory, so for devices the prediction leaves out `overhead`.
     """

@@ -57,7 +57,7 @@ class Assembly:
         self.accelerator, self.task, self.config, self.source = accelerator, task, config, source
         trusted = config.trust_remote_code
         self.template = GivenTemplate(config.chat_template, trusted) if config.chat_template is not None else None
-        # raw text needs no template; with conversations the first of them is refused
+        # raw text needs no template; without one, the first conversation is refused
         self.tokenizer = load_tokenizer(source, trust_remote_code=trusted, given=self.template, templated=False)
         rules = encoding_rules(self.tokenizer, source, config)
         load = functools.partial(load_processor, source, model=config.model, trust_remote_code=trusted)
@@ -98,12 +98,12 @@ class Assembly:
         processor = self.encode.images.processor
         index = encoding.kept.text_with(processor.image_token_ids)
         if index is not None:
-            what = f"its text has {processor.image_token}, which stands for an image, and it has none; remove it"
+            what = f"its text has {processor.image_token}, which stands for an image, but it has no image; remove it"
             line = f"{encoding.split} example {index}: {what}"
             raise UserError(*with_places([line], encoding.examples, encoding.split))
 
     def evaluator(self, model: Any, split: StoredEncoding, max_new_tokens: int | None = None, **more: Any) -> Evaluator:
-        """Make the Evaluator of a split, whose `Generator` gets `more`."""
+        """Make the Evaluator of a split; `more` goes to its `Generator`."""
         config, tokenizer = self.config, self.tokenizer
         more.setdefault("log", lambda line: print(wrapped(line), file=terminal()))
         backend = Generator(self.accelerator, tokenizer, model, config.eval_batch_size, **more)
@@ -137,8 +137,8 @@ class Prepared:
         examples = "examples" if len(train.kept) == train.kept.examples else "rows"
         read = train.kept.examples + sum(map(len, train.left_out.values()))
         limit_line = f"--train-limit {config.train_limit}: {read:,} of {read + self.beyond_limit:,} {examples}"
-        repeated = f"--global-batch-size {plan.global_batch_size} is more than the rows: a step trains on some twice"
-        merged = "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
+        repeated = f"--global-batch-size {plan.global_batch_size} is more than the rows: a step repeats some rows"
+        merged = "the adapter is merged into its base, and all weights are trained (to train the adapter: --adapter)"
         return [
             *(RunDir.choice_in(config.init_from, train=True) if config.init_from else []),
             *(f"warning: {line}" for line in other_base(self.assembly.source)),
@@ -188,7 +188,7 @@ class Prepared:
         return common[0] if len(common) == 1 else None
 
     def fingerprint(self) -> str:
-        """SHA-256 of both splits' tokens, in order, and of the number of rows per source. Fixed on resume."""
+        """SHA-256 of both splits' tokens, in order, and of the number of rows per source. A resume must match."""
         both = self.train.kept.fingerprint + self.validation.kept.fingerprint
         if len(self.plan.sources) > 1:
             both += " ".join(str(len(rows)) for rows in self.plan.sources.values())
@@ -220,7 +220,7 @@ def prepare_data(
     if not assembly.encode.rendering.control.as_text:
         _refuse_forged_turns(train, validation)
     plan = plan_steps(train, config)
-    pixels = decided_by_main(accelerator, lambda: _most_pixels(assembly, train))  # an image may be gone by now
+    pixels = decided_by_main(accelerator, lambda: _most_pixels(assembly, train))  # an image file may be gone
     if accelerator.is_main_process and len(train.kept):
         tiny = is_tiny(config.model, init_from=config.init_from)
         vocabulary = read_config(Path(source.weights))["vocab_size"] if tiny else 0
@@ -247,7 +247,7 @@ def _ends_served(train: StoredEncoding, assembly: Assembly) -> list[str]:
         return []
     token = tokenizer.convert_ids_to_tokens(end)
     written = tokenizer.eos_token_id in assembly.encode.rendering.ends()  # then only calls end with another token
-    names_eos = "eos_token" in str(tokenizer.chat_template)  # such a template would write other prompts
+    names_eos = "eos_token" in str(tokenizer.chat_template)  # another eos would change such a template's prompts
     if not (train.raw or written or names_eos):
         tokenizer.eos_token = token
     what = f"warning: answers end with {token}, but a server running the base model does not stop at it."
@@ -279,13 +279,13 @@ def _refuse_forged_turns(*encodings: StoredEncoding) -> None:
         if rows := encoding.control_tokens["answers"]:
             split = encoding.split
             named = [f"{split} example {row}: the answer's text ends the turn itself" for row in rows[:MAX_PROBLEMS]]
-            what = f"{len(rows):,} answers would teach what follows a token that ends the turn as another turn"
-            fix = "take it out, or add --control-tokens text"
+            what = f"{len(rows):,} answers contain an end-of-turn token; the rest would be trained on as another turn"
+            fix = "remove the token, or add --control-tokens text"
             raise UserError(*with_places(named, encoding.examples, split), f"{what}; {fix}")
 
 
 def plan_steps(train: StoredEncoding, config: TrainConfig) -> StepPlan:
-    """The optimizer steps over these examples that the settings ask for."""
+    """Plan the optimizer steps over these examples, as the settings ask for."""
     assert config.global_batch_size is not None  # the settings are resolved, and have either steps or epochs
     sources, shares = rows_by_source(train, config.mix) if config.mix else (None, (1,))
     plan = StepPlan(
@@ -299,7 +299,7 @@ def plan_steps(train: StoredEncoding, config: TrainConfig) -> StepPlan:
         shares=shares,
     )
     if plan.stream_length == 0:
-        raise UserError(f"--epochs {config.epochs:g}: not one of {len(train.kept)} examples; ask for more")
+        raise UserError(f"--epochs {config.epochs:g}: less than 1 of {len(train.kept)} examples; ask for more")
     if (config.warmup_steps or 0) > plan.total_steps:
         raise UserError(f"--warmup-steps {config.warmup_steps}: the run has {plan.total_steps} steps; ask for fewer")
     return plan
@@ -315,13 +315,13 @@ def _refuse_missing_packages(config: TrainConfig) -> None:
         liger()
     gpu = device_count() > 0
     flag = "--compile" if config.compile else "--use-liger-kernel" if config.use_liger_kernel and gpu else None
-    # on GPUs Triton compiles what launches its kernels, in C
+    # on GPUs, Triton compiles the launchers of its kernels with a C compiler
     for what, fix in lacking(*(("CC", "gcc") if gpu else ("CXX", "g++"))) if flag else ():
         raise UserError(f"{flag}: {what}; {fix}")
 
 
 def _read(task: Task, notes: list[str], *, eval_every: str, thinking: str | None) -> Iterator[Sequence[Any]]:
-    """Yield both splits; if the run will score answers, add to `notes` what a check of the scores says."""
+    """Yield both splits; if the run will score answers, add the findings of a check of the scores to `notes`."""
     yield read_split(task, "train")
     validation = read_split(task, "validation")
     if eval_every != "off":

@@ -86,7 +86,7 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
         different += [f"task: the run was started with {shown(task)}, not {task_now}"]
     if not different and before.get("chat_template") != now.get("chat_template"):
         name = shown(str(now["config"]["chat_template"]))
-        different = [f"--chat-template {name}: the template is another than the run was started with"]
+        different = [f"--chat-template {name}: the run was started with another template"]
     if not different and before.get("data_sha256") != now["data_sha256"]:
         files = _files_changed(before.get("data_files") or {}, now.get("data_files") or {})
         different = [f"the data is not what the run was started with{files and f' ({files})'}"]
@@ -96,7 +96,7 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
     base, base_now = before.get("base_weights"), now.get("base_weights")
     if base and base_now and base != base_now:  # checkpoints hold the adapter alone
         raise UserError(
-            "--model: the weights below the adapter are not those that the run was started with; put those back, or "
+            "--model: the base weights under the adapter have changed since the run was started; restore them, or "
             "start a new run in another folder"
         )
     parts = "task_file", "task_code", "task_libraries"
@@ -166,13 +166,13 @@ def _launch_file(run_dir: RunDir, launch: Launch) -> str:
     else:
         content["mixed_precision"] = precision
     return (
-        f"# What `accelerate launch` read of this run's launch; the command is in run.yaml.\n{without_secrets(content)}"
+        f"# This run's launch as `accelerate launch` read it; the command is in run.yaml.\n{without_secrets(content)}"
     )
 
 
 def relaunch(launch: Launch) -> dict[str, Any]:
-    """How to start this launch again: the launcher's words ([] without a launcher), to which the caller adds the run's
-    launch.yaml if it exists, and the variables to set."""
+    """How to start this launch again: the launcher's words ([] without a launcher) and the variables to set. The caller
+    adds the run's launch.yaml to the words, if it exists."""
     precision = launch.precision[0]
     if launcher := launcher_command()[0]:
         own = own_words(launcher, without=("config_file", *_IN_FILE) if launch.yaml else ())
@@ -196,7 +196,7 @@ def _header(run_dir: RunDir, launch: Launch) -> str:
     lines = [
         f"Written by accel_sft {accel_sft.__version__}. The same run again, in a new folder:",
         f"  {command_line(words)}",
-        f"as seen from {os.getcwd()}.",
+        f"in the folder {os.getcwd()}.",
         "The weights are the same bit for bit (on GPUs with --deterministic) with the same data, versions,",
         f"kind of machine and threads per process ({torch.get_num_threads()}).",
         f"To go on with this run instead, add: --output-dir {shlex.quote(folder)} --resume auto",

@@ -57,7 +57,7 @@ class TrainState:
         try:
             return cls(**saved["progress"])
         except (KeyError, TypeError):
-            what = "its counters are not those of this version; resume it with the version that wrote it"
+            what = "another version wrote its counters; resume the run with that version"
             raise UserError(f"{path}: {what}") from None
 
     def out_of_patience(self, patience: int | None) -> bool:

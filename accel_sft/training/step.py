@@ -26,7 +26,7 @@ from accel_sft.training.optimizer import Stepper
 
 
 class OutOfMemory(NamedTuple):
-    """An out-of-memory in a forward or backward; all zero if memory sufficed. Numbers, for exchange between ranks."""
+    """An out-of-memory in a forward or backward; all zero if memory sufficed. Ranks exchange these numbers."""
 
     tokens: int = 0  # tokens of the forward that ran out of memory
     longest: int = 0  # index of the forward's longest training example
@@ -60,9 +60,9 @@ class TrainStep:
         self.run_dir, self.log = run_dir, log
         # tokens, supervised tokens, rows, and the keys that attention copies without kernels (`Layout.copied`)
         self.largest_forward = (0, 0, 0, 0)
-        self.most_pixels = 0  # pixel values of the forward with most
+        self.most_pixels = 0  # most pixel values in one forward
         self._divided: list[list[list[Encoded]]] = []  # the last step's forwards, of every rank
-        self._forwards: list[tuple[Any, Any]] = []  # when each of this rank's began and ended
+        self._forwards: list[tuple[Any, Any]] = []  # when each of this rank's forwards began and ended
         if most := _most_tokens(run_dir):
             self._limit(most if batching.rows else min(batching.tokens, most))
         self.group = SequenceGroup.of(stepper.accelerator)
@@ -72,11 +72,11 @@ class TrainStep:
     ) -> tuple[torch.Tensor, OutOfMemory]:
         """Compute this rank's part of the loss of step `step` (from 1), shape (), and add its gradients to the model.
 
-        An out-of-memory is returned too; the gradients are then NaN on every rank, so call `retry_smaller` before the
-        next step. If the step cannot be repeated with smaller forwards, raise UserError.
+        Also returns an out-of-memory, after which gradients are NaN on every rank: call `retry_smaller` before the next
+        step. If the step cannot be repeated with smaller forwards, raise UserError.
 
         Args:
-            supervised_tokens: number of them in the whole step, over all ranks.
+            supervised_tokens: number of supervised tokens in the whole step, over all ranks.
             following: rows of the next step, if their images are to be preprocessed during this step.
         """
         accelerator, oom = self.stepper.accelerator, OutOfMemory()
@@ -125,8 +125,8 @@ class TrainStep:
         self.stepper.discard_gradients()
         self._limit(oom.tokens // 2)
         self.log(
-            f"step {step}: {oom}; the step is repeated with at most {self.batching.tokens:,} tokens a forward, "
-            "as are the next"
+            f"step {step}: {oom}; this step is repeated, and later ones run, with at most {self.batching.tokens:,} "
+            "tokens a forward"
         )
 
     def computed(self) -> tuple[int, float]:
@@ -141,8 +141,8 @@ class TrainStep:
         return tokens, pairs
 
     def forward_seconds(self) -> float:
-        """Seconds of this rank's batches and forwards in the last step, once its loss has been read; NaN if forwards
-        wait for other ranks, as backwards do."""
+        """Seconds that this rank's batches and forwards took in the last step; call it after reading the step's loss.
+        NaN if forwards wait for other ranks, as backwards do."""
         if not self.stepper.forwards_alone:
             return math.nan
         on_gpu = self.stepper.accelerator.device.type == "cuda"

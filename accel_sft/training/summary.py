@@ -76,7 +76,7 @@ def card(
 
 
 def _asked(task_name: str, prepared: Prepared) -> dict[str, Any]:
-    """What of run.json says how to ask the model, in its form; files and their rows are of this machine."""
+    """The parts of run.json that say how to prompt the model; files are left out, as only this machine has them."""
     config, train = recordable(prepared.assembly.config.as_dict()), prepared.train
     options = options_of(prepared.assembly.task)
     own = [setting for setting in settings(type(prepared.assembly.task)) if not NAMES_A_FILE.search(setting.name)]

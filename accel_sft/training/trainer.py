@@ -74,7 +74,7 @@ class Trainer:
         tracker.peaks.begin("load")
         model = assembly.load_model(train, validation, total_steps=self.plan.total_steps, log=log)
         self.model_class, self.beside = auto_class(model).__name__, processor_files(assembly.source.weights, model)
-        if not (assembly.template and assembly.template.new_tokens):  # that file would lack these
+        if not (assembly.template and assembly.template.new_tokens):  # sentencepiece's file would lack them
             self.beside += sentencepiece_file(assembly.source)
         self.left_out = left_out(model.generation_config) if model.can_generate() else {}
         self.exported: dict[str, Any] = {}  # an adapter is exported as it is trained
@@ -125,7 +125,7 @@ class Trainer:
         if path:
             if resume != "auto" and accelerator.is_main_process:
                 for aside in checkpoint.undo_after(self.run_dir, self.state.step):
-                    self.tracker.log(f"{aside}: of a later step, put aside")
+                    self.tracker.log(f"{aside}: put aside, because it is of a later step")
             changes = differences(saved["layout"], layout)
             how = f"; written under another layout ({'; '.join(changes)})" if changes else ""
             self.tracker.log(f"resumed {path} at step {self.state.step} of {self.plan.total_steps}{how}")
@@ -141,8 +141,8 @@ class Trainer:
             check_disk(accelerator, self.model, self.run_dir, averaged=averaged, checkpoints=max(count, 1))
 
     def new_train_step(self, before: dict[str, Any] | None) -> TrainStep:
-        """Make the train step with the batching recorded before the stop, unless the settings name another; record
-        it."""
+        """Make the train step with the batching recorded before the stop, unless the settings name a different one;
+        record the batching."""
         job = [self.prepared.fingerprint(), self.plan.global_batch_size]
         if before is None and self.config.resume != "off":
             before = choice.read(self.accelerator, self.run_dir, job)
@@ -168,7 +168,7 @@ class Trainer:
         self.signals.deferred = True
         with self.tracker.profiler() as profiler:  # the trace is slow to write, so it follows the checkpoint
             try:
-                self.evaluate_and_save()  # also an evaluation that a signal prevented in an earlier start
+                self.evaluate_and_save()  # including an evaluation that a signal prevented in an earlier start
                 self.loop(profiler)
             except Interruption:
                 self.save(wait=True)
@@ -178,7 +178,7 @@ class Trainer:
         """Make optimizer steps until the plan ends, patience runs out, or a signal comes."""
         plan, stepper, state, config = self.plan, self.stepper, self.state, self.config
         masks = row_groups(self.accelerator)[1]  # ranks that compute the same rows draw the same dropout masks
-        phase = "first_step"  # AdamW's moments are made in it
+        phase = "first_step"  # it allocates AdamW's moments
         gc.collect()  # otherwise unreachable objects, such as tensors of a failed trial, would be frozen too
         gc.freeze()  # all objects so far live to the end: the collector would scan them in the middle of steps
         self.model.train()
@@ -231,7 +231,7 @@ class Trainer:
             self.evaluate_and_save()
 
     def looks_ahead(self) -> bool:
-        """Whether to preprocess the next step's images during this step; not on a CPU, which has no idle time."""
+        """Whether to preprocess the next step's images during this step; not on a CPU, which is never idle."""
         images, more = len(self.train_examples.pictured), self.state.step + 1 < self.plan.total_steps
         return bool(images) and more and self.accelerator.device.type != "cpu"
 
@@ -308,7 +308,7 @@ class Trainer:
 
     def save(self, wait: bool = False) -> None:
         """Begin a checkpoint of this step, with counters, metrics and batching so far; `wait` until complete."""
-        batching = choice.recorded(self.batching_asked, self.train_step.batching)  # a resume uses it again (law 3)
+        batching = choice.recorded(self.batching_asked, self.train_step.batching)  # a resume uses it again
         self.signals.exit_if_orphaned()
         self.tracker.flush()
         saved = {"step": self.state.step, "progress": dataclasses.asdict(self.state), "batching": batching}

@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 class Counted(TorchDispatchMode):
-    """While entered, adds up `flops` as torch's counter does, which does not know attention on CPUs."""
+    """While entered, adds up `flops`, with those of attention on CPUs, which torch's own counter does not know."""
 
     flops = 0
 

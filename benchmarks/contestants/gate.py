@@ -1,7 +1,7 @@
 """Lets a driver run a trainer a few optimizer steps at a time, so that contestants alternate on one machine.
 
-A contestant calls `boundary` between optimizer steps. After the warm-up it answers with a JSON line and waits. Each
-line `N` on its standard input lets it run N steps, after which it answers with another JSON line; `stop` ends it.
+A contestant calls `boundary` between optimizer steps. After the warm-up it answers with a JSON line and waits. A line
+`N` on its standard input lets it run N steps and answer with another JSON line; `stop` ends it.
 
 With `steps` and `answer` among its settings it does not wait: it runs these steps once, rank 0 writes the answer to
 that file, and the process of each rank ends.
@@ -24,8 +24,8 @@ class Gate:
 
     Args:
         settings: `warmup_steps`; and either both `steps` and `answer`, or neither. With `count`, the first answer has
-            the FLOPs that the warm-up's last step computed, which is not its first. With `cpu_seconds`, seconds are
-            those that the process computed, in which other programs hardly show.
+            the FLOPs of the warm-up's last step (which is not its first). With `cpu_seconds`, seconds are those that
+            the process computed, so other programs hardly change them.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ def _device() -> Any:
 
 
 def _host_peak_gib() -> float | None:
-    """Peak resident memory of this process in GiB; None where /proc does not tell."""
+    """Peak resident memory of this process in GiB; None if /proc does not say."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) * 1024 / GIB for line in lines if line.startswith("VmHWM:")), None)

@@ -1,4 +1,4 @@
-"""Runs LLaMA-Factory's supervised fine-tuning (`run_exp`) on prompt and completion: by default, grouped, or packed."""
+"""Runs LLaMA-Factory's supervised fine-tuning (`run_exp`) on prompt and completion: as it is, grouped, or packed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ register_template(
 
 
 class Trainer(workflow.CustomSeq2SeqTrainer):
-    """LLaMA-Factory's trainer, which also notes the rows' tokens in a step, since packed data has fewer rows."""
+    """LLaMA-Factory's trainer, which also notes the tokens of a step, since packed data has fewer rows."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

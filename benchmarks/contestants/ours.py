@@ -20,7 +20,7 @@ from accel_sft_ner import Ner  # noqa: E402
 from gate import Gate  # noqa: E402
 
 settings = json.loads(sys.argv[1])
-if settings.get("copied"):  # rows attend to copies of their prefix, as where torch lacks the kernels
+if settings.get("copied"):  # rows attend to copies of their prefix, as if torch had no kernels
     prefix_attention.usable = lambda *_: False
 gate = Gate(settings)
 

@@ -1,7 +1,7 @@
-"""Measures what matrix products reach on this machine, in turns with the trainers: the best of some products.
+"""Measures the FLOP/s of this machine's fastest matrix product, in turns with the trainers.
 
-`products` of the settings has (tokens, inputs, outputs) of a layer's product; those of its backward are tried too.
-`precisions` has the types. Each answer has FLOP/s, and which product it was, by type.
+The setting `products` has (tokens, inputs, outputs) of layers' products; their backward's products are tried too.
+`precisions` has the types. Each answer maps a type to the highest FLOP/s and the product that reached it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ gate = Gate(settings)
 
 
 def seconds(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The least of LOOKS times."""
+    """The shortest of LOOKS measured times."""
     found = []
     for _ in range(LOOKS):
         started = time.perf_counter()

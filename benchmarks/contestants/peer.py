@@ -55,7 +55,7 @@ def arguments() -> dict[str, Any]:
 
 
 class Gated(TrainerCallback):
-    """Waits at the gate between two optimizer steps, and notes the first one's loss."""
+    """Waits at the gate between two optimizer steps, and notes the loss of the first step."""
 
     def on_log(self, args, state, control, logs=None, **_):
         if state.global_step == 1 and "loss" in (logs or {}):

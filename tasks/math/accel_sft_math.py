@@ -15,11 +15,11 @@ from accel_sft import RowProblem, Task, UserError, option, read_rows
 
 SYSTEM_PROMPT = "You are a helpful assistant that solves the maths below."
 _NAMED_NUMBERS = 10
-"""Most numbers that an error names."""
+"""Maximum number of numbers that an error names."""
 _KIND_SHARE, _ONE_SHARE = 0.12, 0.36
-"""Share of all numbers up to which a rarer kind is repeated, and that of a kind whose numbers begin with 1."""
+"""Share of all numbers up to which a rare kind is repeated: for most kinds, and for numbers that begin with 1."""
 _MOST_REPEATS = 12
-"""Most repetitions of a rare kind."""
+"""Maximum number of repetitions of a rare kind."""
 
 # int() refuses numbers with more digits than a limit that may be set as low as 640; no honest answer comes near it.
 _INTEGER = r"[+-]?[0-9]{1,600}"
@@ -38,7 +38,7 @@ class Example:
 
 
 class _BuiltIn(list[Example]):
-    """Rows with a fingerprint, by which the token cache knows them without their messages."""
+    """Rows with a fingerprint, by which the token cache recognises them without reading their messages."""
 
     notes: Sequence[str] = ()
 
@@ -61,14 +61,16 @@ class Math(Task):
         None, rows=True, help="Validation rows, none of whose numbers may be in training."
     )
     answer_prefix: str = option("Answer: ", help="Fixed text before every answer.")
-    max_number: int = option(9999, min=3, max=1_000_000, help="Largest number asked about.")
+    max_number: int = option(9999, min=3, max=1_000_000, help="Largest number in a question.")
     train_examples: int = option(30_000, min=1, max=10_000_000, help="Built-in training rows; numbers repeat.")
     validation_examples: int = option(200, min=1, help="Numbers held out, one validation row each.")
     held_out: str = option("random", choices=("random", "largest"), help="Which numbers are held out.")
     addends: str = option(
-        "no-carry", choices=("no-carry", "uniform"), help="Sums in which no digit carries, or any first addend."
+        "no-carry",
+        choices=("no-carry", "uniform"),
+        help="no-carry: no digit of the sum carries; uniform: any first addend.",
     )
-    data_seed: int = option(0, min=0, help="Of the held-out numbers and the addends.")
+    data_seed: int = option(0, min=0, help="Seed of the held-out numbers and the addends.")
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -260,9 +262,9 @@ def _first_addend(number: int, how: str, draw: random.Random) -> int:
 
 
 def _with_rare_ones_often(numbers: list[int]) -> list[int]:
-    """`numbers` with the rarer kinds repeated, which would otherwise be learnt last.
+    """`numbers` with the rarer kinds repeated: these would otherwise be learnt last.
 
-    Rare are short numbers, and those that begin with 1, whose second addend has fewer digits than the number.
+    Rare kinds are short numbers, and numbers that begin with 1: their second addend has fewer digits than the number.
     """
     share = {False: _KIND_SHARE, True: _ONE_SHARE}
     kinds: dict[tuple[int, bool], list[int]] = {}

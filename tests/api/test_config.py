@@ -163,7 +163,7 @@ def test_yaml_tells_all_its_problems(yaml):
 
 def test_yaml_says_what_the_names_of_other_trainers_are_here(yaml):
     assert refused(yaml("per_device_train_batch_size: 4\nlr: 1e-4\n")) == [
-        "line 1: unknown option 'per_device_train_batch_size': --global-batch-size is all devices' rows of a step",
+        "line 1: unknown option 'per_device_train_batch_size': --global-batch-size: rows of a step on all devices",
         "line 2: unknown option 'lr': it is --learning-rate here",
     ]
 
@@ -205,7 +205,7 @@ def test_a_file_may_name_its_task(yaml):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("distributed_type: DEEPSPEED", "a launch file, which accelerate reads: accelerate launch --config_file "),
+        ("distributed_type: DEEPSPEED", "a launch file; give it to accelerate: accelerate launch --config_file "),
         ("- a\n- b\n", "expected option names and values, one `name: value` a line"),
         ("", "expected option names and values"),
         ("seed: [1", "not YAML: "),

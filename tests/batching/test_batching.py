@@ -228,7 +228,7 @@ def test_the_settings_win(model):
 def test_rows_without_a_common_prompt_are_packed(model):
     batching, line = chosen(model, [Encoded(number, [number + 3, 7, 8, 9], 1) for number in range(9)])
     assert batching.layout == "packed"
-    assert "not shared: rows have nothing in common before what they learn" in line
+    assert "not shared: rows have no common beginning before their first target" in line
 
 
 def test_earlier_choice_is_kept_while_it_is_exact(model):
@@ -529,7 +529,7 @@ class Refusing(Unaware):
 def test_model_refusing_without_a_message_gets_padded_rows(model):
     batching, reasons = chosen(Refusing(model))
     assert batching.layout == "padded"
-    assert reasons.count("the model does not take it (AssertionError)") == 2, reasons
+    assert reasons.count("the model's forward fails (AssertionError)") == 2, reasons
 
 
 class Smearing(Wrapped):

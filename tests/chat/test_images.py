@@ -165,7 +165,7 @@ def test_prompts_whose_images_are_not_there_are_named(tmp_path, made):
     with pytest.raises(UserError, match=r"rows\.jsonl:1: has images; give them by --image, with one PROMPT"):
         read_prompts(rows, None)
     arguments = (str(made("qwen2_vl")), "--interactive", "--image", "a.png")
-    with pytest.raises(UserError, match="--image goes with a PROMPT"):
+    with pytest.raises(UserError, match="--image needs a PROMPT"):
         CliRunner().invoke(generate, arguments, catch_exceptions=False)
 
 
@@ -229,7 +229,7 @@ def test_changed_image_misses_the_cache_and_changes_the_loss(made, tmp_path):
     logits = model(**batch.inputs).logits
     (path,) = (tmp_path / "images").glob("1-*.png")
     vision.write_picture(Image.new("RGB", (24, 16), (1, 2, 3)), path)  # of the same size, and so the same tokens
-    with pytest.raises(UserError, match="train example 1: its images are others than at the start"):
+    with pytest.raises(UserError, match="train example 1: its images have changed since the start"):
         batch_of(before[:2])
     after = encode(examples, "train")
     assert after.notes == []
@@ -265,7 +265,7 @@ def test_images_that_a_thread_prepared_make_the_same_batch(made, monkeypatch):
     assert torch.equal(torch.get_rng_state(), state)
     rows[0].images.origin.inputs.processor.image_processor = None
     begin_images([rows[0].images])
-    with pytest.raises(UserError, match="train example 0: the model's processor cannot make it input"):
+    with pytest.raises(UserError, match="train example 0: the model's processor rejects it"):
         batch_of(rows[:1])
 
 
@@ -392,7 +392,7 @@ def test_rows_with_images_are_not_exported(tmp_path):
 
 
 REFUSED = {
-    "a stripe": ({"image": Image.new("RGB", (2001, 2))}, "cannot make it input (ValueError: absolute aspect ratio"),
+    "a stripe": ({"image": Image.new("RGB", (2001, 2))}, "rejects it (ValueError: absolute aspect ratio"),
     "a missing file": ({"path": "nowhere.png"}, "'nowhere.png'; there is no such file"),
     "an address": ({"url": "https://example.com/a.png"}, "fetched again in every epoch; download it"),
     "no image": ({"image": b"no image"}, "image 2 of the row cannot be read: cannot identify image"),

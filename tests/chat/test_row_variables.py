@@ -107,7 +107,7 @@ def test_names_and_texts_missing_from_prompts_are_reported(tokenizer):
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     called = [ASK, {"role": "assistant", "content": "I look.", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
     dropped, nameless = encoded(own, (called, "no")).notes, encoded(own, ([{**ASK, "name": "Bob"}], "no")).notes
-    assert dropped == ["warning: the chat template drops what a turn says beside a call of a tool; no prompt has it"]
+    assert dropped == ["warning: the chat template drops the text of turns that call a tool; no prompt contains it"]
     assert nameless == ["warning: the chat template does not write the names of turns (name); put them into the texts"]
     thought = [ASK, {**called[1], "content": "<think>t</think>I look."}, *called[2:]]
     for form in ("{{ m.content.split('</think>')[-1] }}", "{{ m.content.split('</think>')[-1] | tojson }}"):
@@ -122,7 +122,7 @@ def test_names_and_texts_missing_from_prompts_are_reported(tokenizer):
 def test_a_template_that_drops_an_indentation_is_reported(tokenizer):
     own = with_template(tokenizer, TURNS.replace("m.content", "m.content | trim"))
     note = "warning: white space that answers begin with, such as an indentation, is not learnt: "
-    note += "the template or a token takes it; choose another --chat-template"
+    note += "the template or a token removes it; choose another --chat-template"
     for answer, notes in (("  y = x\n", [note]), ("y = x\n", [])):
         assert encoded(own, ([ASK], answer)).notes == notes
         assert encoded(with_template(tokenizer, TURNS), ([ASK], answer)).notes == []

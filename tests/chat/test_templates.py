@@ -203,7 +203,7 @@ def test_answer_naming_the_end_of_turn_is_not_cut(tokenizer):
 def test_end_of_turn_that_is_no_token_is_reported_unscored(tokenizer):
     own = with_template(tokenizer, "{{ m.content }}<|im_finish|>\n")
     (line,) = encoding(own, ["odd"]).lines()
-    assert re.search(r'ends answers with "<\|im_finish\|>", which is no special token', line)
+    assert re.search(r'ends answers with "<\|im_finish\|>", which is not a special token', line)
     assert scored(own, ["odd"], learnt(own, ["odd"])).metrics["right"] == 1.0
     rendering = Rendering(own)
     assert rendering.tail(rendering.form(Says().messages("odd"), "train")) == "<|im_finish|>\n"

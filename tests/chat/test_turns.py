@@ -159,11 +159,11 @@ def test_turns_of_weight_0_and_of_others_carry_no_loss(tokenizer):
         ([said("x")], "5", "messages() ends with an assistant turn"),
         ([user("\udfff")], "5", "a lone surrogate"),
         ([user("5=")], 5, "target() gave int"),
-        ([], [], "target() gave turns of which the last is not an assistant's"),
-        ([user("5=")], [said("5"), user("6=")], "the last is not an assistant's"),
+        ([], [], "target() gave turns that do not end with an assistant turn"),
+        ([user("5=")], [said("5"), user("6=")], "turns that do not end with an assistant turn"),
         ([user("5=")], [said("5", weight=0.5)], 'a turn with "weight": 0.5, expected 0 or 1'),
         ([user("5=")], [said("5", weight=0)], 'every assistant turn of target() has "weight": 0'),
-        ([], [said("5")], "the first turn of all is an answer"),
+        ([], [said("5")], "the first turn is an answer; put the turn"),
         ([user("5="), said("5", weight=1)], [user("6="), said("6")], 'messages() gave a turn with "weight"'),
         ([user("5=")], [said(None)], "target() gave"),
         ([user("5=")], [{"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": "{"}]}], "call"),
@@ -191,7 +191,7 @@ def test_template_that_forgets_thinking_makes_a_row_per_answer(tokenizer, own_ca
     for _ in range(2):  # made, and from the cache
         encoding = SplitEncoder(Accelerator(cpu=True), own, Chats(), rules)(examples, "train")
         (line,) = [line for line in encoding.lines() if "rows" in line]
-        assert line.startswith("train: 3 examples make 4 rows: the chat template writes an answer otherwise once")
+        assert line.startswith("train: 3 examples make 4 rows: the chat template writes an answer differently once")
         assert [(row.index, len(row.spans)) for row in encoding.kept] == [(0, 1), (0, 1), (1, 2), (2, 1)]
         assert list(encoding.kept) == encoded(own, examples).kept
         assert (encoding.kept.examples, len(encoding.kept.of(0)), len(encoding.kept.of(3))) == (3, 2, 0)

@@ -109,7 +109,7 @@ def test_broken_task_is_listed_and_fails_alone(run, site):
         ("evaluate good --learning-rate 1", 2, "No such option"),
         ("--config none.yaml", 1, "Error: --config none.yaml: cannot be r"),
         ("launch-file z2_ofload", 1, "did you mean z2_offload"),
-        ("new-task random --file", 1, "is called so"),
+        ("new-task random --file", 1, "of a library has this name"),
     ],
 )
 def test_wrong_words_get_one_hint(run, words, status, message):
@@ -256,7 +256,7 @@ def test_a_file_of_another_task_or_of_none_is_refused(run, site, tmp_path):
     install(site, "p-other", "other = p_other:Good")
     file = tmp_path / "run.yaml"
     file.write_text("task: good\n", encoding="utf-8")
-    message = f"Error: --config {file}: task: good, and the command line says other; leave one out\n"
+    message = f"Error: --config {file}: task: good, but the command line says other; leave one out\n"
     assert run("other", "--config", str(file)).stderr == message
     file.write_text("task: god\n", encoding="utf-8")
     assert "no task or tool 'god'; did you mean good?" in run("--config", str(file)).stderr
@@ -495,7 +495,7 @@ def test_task_option_of_a_tools_name_is_refused_there_alone(run, site):
 
 OF_RECORD = {
     "held out": (Chat, {"train_file": "a.jsonl", "held_out": 0.0}, "--held-out"),
-    "built-in rows": (Math, {"max_number": 50, "held_out": "largest"}, "--max-number and --held-out"),
+    "built-in rows": (Math, {"max_number": 50, "held_out": "largest"}, "--max-number, --held-out"),
 }
 
 
@@ -511,6 +511,6 @@ def test_recorded_options_give_way_to_those_given(tmp_path, capsys, task, record
         _, made = command.read(click.get_current_context())
     assert made.validation_file == rows
     note = capsys.readouterr().err
-    assert note == f"note: {unfit} of the run's record: left out beside these options\n"
+    assert note == f"note: of the run's record, left out in conflict with these options: {unfit}\n"
     with pytest.raises(UserError), command.make_context(record["task"], [*given, "--held-out", "0"]):
         command.read(click.get_current_context())

@@ -85,7 +85,7 @@ def test_best_weights_are_taken_or_else_the_last(tmp_path):
         (("5=", "--output", "a.jsonl"), "--file and --output go together"),
         (("5=", "--top-p", "0.5"), "--top-p needs --temperature above 0"),
         (("5=", "--thinking", "much"), "--thinking much: not one of off, template, keep"),
-        (("5=", "--base", "auto"), "is of no run, and no adapter; name its base"),
+        (("5=", "--base", "auto"), "is neither from a run nor an adapter; name its base"),
         (("5=", "--max-new-tokens", "5000"), "are more than the 4,096 that the model reads"),
     ],
 )
@@ -107,7 +107,7 @@ def test_settings_that_are_not_given_are_the_runs_own(tmp_path):
     assert (settings.thinking, settings.max_length, settings.max_new_tokens) == ("off", 5, 7)
     assert (settings.template_date, trained.in_4bit) == (time.strftime("%Y-%m-%d"), True)
     (tmp_path / "run.json").write_text(json.dumps(record | {"config": {"thinking": "much"}}))
-    with pytest.raises(UserError, match=r"--thinking much: not one of .*; so says the run\.json of "):
+    with pytest.raises(UserError, match=r"--thinking much: not one of .*; the run\.json of .* says so"):
         Trained(str(tmp_path)).settings(given)
 
 
@@ -141,7 +141,7 @@ def test_copied_weights_are_asked_as_in_their_run(exported, called):
     assert "thinking off" in shown.output
     assert "system-prompt As a pirate:" in shown.output
     refused = called("evaluate", "chat", "--model", str(copied), "--same-data", "--dry-run")
-    assert f"--same-data: --model {copied} is no run of chat" in refused.output
+    assert f"--same-data: --model {copied} is not a run of chat" in refused.output
 
 
 def test_export_keeps_the_bases_sentencepiece_file(exported):
@@ -239,7 +239,7 @@ def test_drawn_answers_follow_the_seed_and_top_1_is_greedy(tiny):
         torch.manual_seed(seed)
         drawn.append(drawing.answers(chats, 8))
     assert drawn[0] == drawn[1] != drawn[2]
-    assert "as tokens are drawn by chance" in drawing.generator.message
+    assert "because tokens are sampled" in drawing.generator.message
 
 
 def test_streamed_answer_is_that_of_a_file(tiny):

@@ -66,7 +66,7 @@ def test_overwritten_base_of_an_adapter_is_named(tiny, called, tmp_path):
     assert other_base(find_source(str(run))) == []
     weights = load_file(other / "model.safetensors")
     save_file({name: tensor * 1.5 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
-    line = f"{final}: its base {other} is not what it was trained on; put those weights back"
+    line = f"{final}: its base {other} has changed since training; restore the old weights"
     assert other_base(find_source(str(run))) == [line]
     assert line in [finding.what for finding in examine(Recorded.read(run)) if finding.level == "differs"]
     for words in (["merge", str(run), str(tmp_path / "out")], ["serve", str(run), "--print"]):
@@ -142,7 +142,7 @@ def test_what_cannot_be_merged_is_refused_with_the_reason(tiny, adapter, called,
     head = save_adapter(tiny, tmp_path / "head", LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"]))
     for folder, reason in (
         (tiny, "no adapter: there is nothing to merge"),
-        (prompts, "adapters of type prompt_tuning cannot be added to weights"),
+        (prompts, "adapters of type prompt_tuning cannot be merged into weights"),
         (head, r"cannot be merged: logits would be off by .* on one of two tied layers"),
         ("", "--model '': no such folder"),
     ):
@@ -288,7 +288,7 @@ def test_push_leaves_out_data_samples_and_logs_by_default(run, local_hub, push):
     push(run, "org/name", "--also", "samples/*", "--also", "report.md")
     assert {"samples/step-000006.jsonl", "report.md"} < there.files.keys()
     there.repos["org/open"] = False
-    with pytest.raises(UserError, match="org/open: this repository is public, and --private was asked for"):
+    with pytest.raises(UserError, match="org/open: this repository is public, but you gave --private"):
         push(run, "org/open", "--private")
     assert len(there.messages) == 2
 
@@ -312,7 +312,7 @@ def test_of_a_strangers_folder_only_the_models_files_are_pushed(tiny, push, tmp_
 
 def test_adapter_is_pushed_with_its_base_id_or_merged(adapter, local_hub, push):
     there, _ = local_hub
-    with pytest.raises(UserError, match="name its hub id: --base-model ORG/NAME"):
+    with pytest.raises(UserError, match="name the base's hub id: --base-model ORG/NAME"):
         push(adapter, "org/lora")
     push(adapter, "org/lora", "--base-model", "org/base")
     assert json.loads(there.files["adapter_config.json"])["base_model_name_or_path"] == "org/base"
@@ -336,7 +336,7 @@ def test_what_the_hub_refuses_is_one_line(run, local_hub, push):
         push(run, "org/name")
     (line,) = failed.value.problems
     assert line.startswith(f"the hub {local_hub[1]} answers 401: ")
-    assert line.endswith("; see that the token may write to org/name")
+    assert line.endswith("; check that the token may write to org/name")
     assert local_hub[0].files == {}
 
 

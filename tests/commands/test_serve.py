@@ -68,7 +68,7 @@ def test_vllm_gets_no_adapter_whose_names_the_base_lacks(adapter, tmp_path):
     (tmp_path / "base" / "config.json").write_text('{"model_type": "gemma3", "text_config": {}}')
     folder = shutil.copytree(adapter, tmp_path / "lora")
     edit_json(folder / "adapter_config.json", base_model_name_or_path=str(tmp_path / "base"))
-    with pytest.raises(UserError, match="lora is of a part of its base alone; merge it first"):
+    with pytest.raises(UserError, match="lora adapts only the language model of its base; merge it first"):
         _vllm(str(folder), "name")
     weights = load_file(folder / "adapter_model.safetensors")
     renamed = {name.replace(".layers.", ".language_model.layers."): weight for name, weight in weights.items()}
@@ -141,7 +141,7 @@ def test_gguf_file_is_written_by_the_named_converter(run, adapter, tmp_path):
     none = tmp_path / "o.gguf"
     failed = accel_sft("merge", str(run), "--gguf", str(none), "--gguf-type", "q8_0", "--converter", str(converter))
     assert failed.status == 1
-    assert f"{converter} failed: NotImplementedError: no such tokenizer; all of it is in" in failed.output
+    assert f"{converter} failed: NotImplementedError: no such tokenizer; its output is in" in failed.output
     assert {path.name for path in tmp_path.iterdir()} == {converter.name, file.name, merged.name}
 
 

@@ -174,7 +174,7 @@ def test_sources_follow_the_option_and_stay_with_rows(tmp_path):
         assert [folders[n] for n in part.sources_of(range(len(part)))] == [row[0] for row in part]
     assert read_rows(f"{names[0]},{tmp_path}/b/x.jsonl", dict).sources == ["a/x.jsonl", "b/x.jsonl"]
     assert check_sources(rows, "1,2,3") == {"x.jsonl": 1, "b": 2, "z.jsonl": 3}
-    with pytest.raises(UserError, match=r"--mix 3,1: 2 shares, and --train-file names 3 \(x.jsonl, b, z.jsonl\); give"):
+    with pytest.raises(UserError, match=r"--mix 3,1: 2 shares, but --train-file names 3 \(x.jsonl, b, z.jsonl\); give"):
         check_sources(rows, "3,1")
     with pytest.raises(UserError, match="one of them twice"):
         check_sources(read_rows(f"{names[0]},{names[0]}", dict), "3,1")

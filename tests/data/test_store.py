@@ -284,7 +284,7 @@ def test_tokens_that_the_task_no_longer_makes_are_made_again(tokenizer, own_cach
     encoder(tokenizer)(rows, "train")
     monkeypatch.setattr(Sums, "target", lambda self, example: "another answer")  # no source file tells
     again = encoder(tokenizer)(rows, "train")
-    assert "not what the task makes of its rows now" in capsys.readouterr().out
+    assert "the task now makes other examples of its rows" in capsys.readouterr().out
     assert tokenizer.decode(again.kept[0].input_ids).endswith("another answer<|im_end|>")
     assert "tokens from the cache" in encoder(tokenizer)(rows, "train").lines()[0]
     calls = iter(range(10**6))

@@ -230,7 +230,7 @@ def test_same_data_is_refused_with_url(run):
     ("more", "problem"),
     [
         ({"url": None}, "--model: a value is needed"),
-        ({"url": None, "model": "m", "key_from": "K"}, "--key-from: goes with --url"),
+        ({"url": None, "model": "m", "key_from": "K"}, "--key-from: needs --url"),
         *(({key: value}, f"leave --{key.replace('_', '-')} out") for key, value in OF_A_MODEL.items()),
         ({"base": "auto", "dtype": "float32"}, "a server has its own weights and settings; leave --base, --dtype out"),
     ],

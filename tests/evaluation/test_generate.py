@@ -190,7 +190,7 @@ REFUSED = {
     "window of 8": "the model's cache has layers of another kind (SlidingWindowLayer)",
     "convolution": "the model's cache has layers of another kind (LinearAttentionLayer)",
     "eager": "attention eager takes no shared prefix, sdpa does",
-    "lost": "its predictions behind a shared prefix are not those of single rows (off by ",
+    "lost": "its predictions after a shared prefix are not those of single rows (off by ",
     "asserting": "the model takes no shared prefix (AssertionError)",
 }
 
@@ -200,7 +200,7 @@ def test_model_that_cannot_share_generates_by_transformers_with_reason(kind, tin
     model = build(kind, tiny, len(tokenizer))
     expected, before = end_early(model, tokenizer, examples), heartbeat_count()
     answers, generator = generated(model, tokenizer, examples, batch_size=4)
-    assert generator.message.startswith(f"answers by transformers' generate, as {REFUSED[kind]}")
+    assert generator.message.startswith(f"answers by transformers' generate, because {REFUSED[kind]}")
     assert answers == expected
     assert heartbeat_count() - before >= max(map(len, answers.values()))  # one a token, for the watch over hangs
 
@@ -212,7 +212,7 @@ def test_prompts_that_padding_changes_are_answered_by_length(tmp_path):
     eos = {tokenizer.eos_token_id}
     rows = encode(tokenizer, Sums(), numbers, "validation", eos_ids=eos, max_length=199, truncation="drop").kept
     answers, generator = generated(model, tokenizer, rows)
-    assert "; prompts of equal length only are answered together, as padding changes its pred" in generator.message
+    assert "; only prompts of equal length are answered together, because padding changes its pred" in generator.message
     assert answers == separately(model, tokenizer, rows)
 
 
@@ -276,7 +276,7 @@ def test_an_evaluation_that_finds_no_room_goes_on_in_halves(tiny, tokenizer, exa
     model.get_input_embeddings().register_forward_pre_hook(cramped)
     halved = evaluated(model, tokenizer, examples, Sums())
     said = capsys.readouterr().out
-    assert f"out of device memory with {len(examples)} rows at once: they are computed in halves" in said  # answers
+    assert f"out of device memory with {len(examples)} rows at once: computing them in halves" in said  # answers
     assert len(re.findall("out of device memory with [2-9] rows at once", said)) >= 2  # and the loss
     assert [sample["generated"] for sample in halved.samples] == [sample["generated"] for sample in whole.samples]
     assert halved.metrics["eval_loss"] == pytest.approx(whole.metrics["eval_loss"], rel=1e-6)

@@ -95,8 +95,8 @@ def test_file_that_cannot_be_fitted_names_another(file, flags, devices, fix):
 @pytest.mark.parametrize(
     ("file", "devices", "note"),
     [
-        ("tp", 4, "2 of this machine's 4 GPUs used: for more: --num_processes 4 --parallelism_config_tp_size 4"),
-        ("hsdp", 9, "4 of this machine's 9 GPUs used: for more: --num_processes 8"),
+        ("tp", 4, "2 of this machine's 4 GPUs used: for more, add --num_processes 4 --parallelism_config_tp_size 4"),
+        ("hsdp", 9, "4 of this machine's 9 GPUs used: for more, add --num_processes 8"),
         ("ddp", 2, ""),
     ],
 )

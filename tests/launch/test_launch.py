@@ -240,7 +240,7 @@ REFUSED_YAML = {
     "size without its prefix": (Z2 | {"parallelism_config": {"tp_size": 2}}, 0, "mean parallelism_config_tp_size?"),
     "TP beside FSDP": (sized(FSDP, 4, tp=2), 4, "is not supported"),
     "TP beside data parallelism": (sized(DDP, 4, tp=2), 4, "tp 2 over 4 ranks (ddp) is not supported"),
-    "TP in float16": (sized(DDP, tp=2) | {"mixed_precision": "fp16"}, 2, "each rank would see other overflows"),
+    "TP in float16": (sized(DDP, tp=2) | {"mixed_precision": "fp16"}, 2, "ranks would see different overflows"),
     "context parallelism": (sized(FSDP, 4, cp=2), 4, "is not supported"),
     "shared rows without DeepSpeed": (sized(DDP, sp=2), 2, "is not supported"),
     "rows shared by unequal groups": (sized(Z2, 3, sp=2), 0, "sp 2 over 3 ranks (deepspeed) is not supported"),
@@ -391,7 +391,7 @@ def test_srun_without_a_launcher_is_a_warning(built):
         return lines(audit(TrainConfig(), read_launch(variables, []), 0), "warning")
 
     (line,) = warned(SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="1")
-    assert line.startswith("srun starts 2 whole runs: no launcher joins them: srun one accelerate launch")
+    assert line.startswith("srun starts 2 separate runs: no launcher joins them: srun one accelerate launch")
     ranks = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
     assert warned(SLURM_NTASKS="2") == warned(SLURM_STEP_NUM_TASKS="2", **ranks) == []
 

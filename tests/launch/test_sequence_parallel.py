@@ -97,7 +97,7 @@ def test_model_whose_rows_cannot_be_cut_is_refused_first(window, expected):
 
 def test_attention_without_sdpa_is_refused():
     model = mistral(attn_implementation="eager")
-    with pytest.raises(UserError, match="over 2 ranks: attention eager cannot; --attn-implementation sdpa"):
+    with pytest.raises(UserError, match="over 2 ranks needs --attn-implementation sdpa, not eager"):
         groups.prepare(alone(model).accelerator, model)
 
 

@@ -76,8 +76,8 @@ def test_model_that_cannot_be_cut_is_refused_before_loading(config, ranks, image
     with pytest.raises(UserError, match=re.escape(why)) as raised:
         check_plan("m", config, transformers.AutoModelForCausalLM, ranks, images=images)
     (line,) = raised.value.problems
-    assert line.startswith("--model m: tensor parallelism cannot cut it, ")
-    assert line.endswith("train with accelerate_configs/z3.yaml, which shares out any model's weights")
+    assert line.startswith("--model m: tensor parallelism cannot split it, ")
+    assert line.endswith("train with accelerate_configs/z3.yaml, which shards any model's weights")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -101,7 +101,7 @@ def test_settings_that_need_whole_matrices_are_refused(option, flag):
 
 
 def test_a_saved_adapter_is_refused():
-    with pytest.raises(UserError, match="--model a: tensor parallelism cuts no adapter; merge it first"):
+    with pytest.raises(UserError, match="--model a: tensor parallelism does not split adapters; merge it first"):
         load_model(Source("w", "t", "a"), TrainConfig(), precision="no", deepspeed=False, tensor_ranks=2)
 
 

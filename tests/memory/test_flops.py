@@ -89,5 +89,5 @@ def test_a_run_on_a_known_device_tells_its_mfu_everywhere(tmp_path):
     result = run.result()
     assert min(line["mfu"] for line in run.lines()) <= result["mfu"] <= max(line["mfu"] for line in run.lines())
     assert result["tokens_per_second_per_device"] == pytest.approx(result["tokens_per_second"] / 2)
-    assert " each  MFU 0.0%" in run.output
+    assert "  MFU 0.0%" in run.output
     assert "| model FLOPs utilisation (MFU, a share of 1) |" in (run.run_dir / "report.md").read_text()

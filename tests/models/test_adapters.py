@@ -52,7 +52,7 @@ def test_under_autocast_no_layer_casts_its_input_for_the_adapter(tiny):
 def test_unmergeable_adapter_is_refused_for_full_training(tiny, tmp_path):
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     adapted(tiny, config).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"adapters of type prompt_tuning cannot be added to weights; name another"):
+    with pytest.raises(UserError, match=r"adapters of type prompt_tuning cannot be merged into weights"):
         loaded(tmp_path, 10)
 
 

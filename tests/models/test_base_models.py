@@ -67,7 +67,7 @@ def test_chatml_begins_with_bos_where_the_base_does(tmp_path):
     for text, warns in ((OTHER, True), ("{{ bos_token }}" + OTHER, False)):
         (tmp_path / "other.jinja").write_text(text)
         _, template, _ = given(base, tmp_path / "other.jinja")
-        assert any("begins a text with <s>, the template with none" in line for line in template.lines) == warns
+        assert any("begins a text with <s>, the template does not" in line for line in template.lines) == warns
 
 
 def test_marks_of_a_given_template_become_tokens(tmp_path):
@@ -215,7 +215,7 @@ def test_each_token_of_raw_text_is_learnt_once(tmp_path, bos, longest):
         seen[index] = number + 1
         assert learnt == whole[1:]  # bos, or else the text's first token, has nothing before it
     assert [index for index, count in seen.items() if count > 1] == result.windowed
-    assert any("nothing stands before" in note for note in result.notes) != bos
+    assert any("as nothing precedes it" in note for note in result.notes) != bos
 
 
 def test_raw_text_is_characters_and_chat_needs_a_template(tmp_path):
@@ -317,4 +317,4 @@ def test_a_template_file_that_changed_is_refused_at_a_resume(folder, tmp_path):
     (tmp_path / "run" / "result.json").write_text('{"status": "running"}')
     template.write_text(OTHER.replace("<turn>", "<turn> "))
     again = accel_sft(*arguments, "--resume", "auto", run_dir=tmp_path / "run")
-    assert (again.status, "the template is another than the run was started with" in again.output) == (1, True)
+    assert (again.status, "the run was started with another template" in again.output) == (1, True)

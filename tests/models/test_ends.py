@@ -79,7 +79,7 @@ def test_token_that_ends_a_turn_ends_the_answer(tmp_path, name):
     assert row.input_ids[-1] in rules.eos_ids
     named = model.generation_config.eos_token_id
     assert row.input_ids[-1] in (named if isinstance(named, list) else [named])
-    assert any("is no special token" in note for note in made.notes) == (name == "no token")
+    assert any("is not a special token" in note for note in made.notes) == (name == "no token")
 
 
 class Calls(Sums):

@@ -28,9 +28,9 @@ TAKES = ("lfm2", "qwen3_5_text", "granitemoehybrid", "gpt_oss", "gemma2", "falco
 TAKES += ("bamba", "olmo_hybrid")
 CANNOT = {
     "jamba": "its loss is not that of single rows",
-    "minimax": "the model does not take it",
-    "falcon_mamba": "the model takes none",
-    "mamba2": "the model takes none",
+    "minimax": "the model's forward fails",
+    "falcon_mamba": "the model takes no cache",
+    "mamba2": "the model takes no cache",
 }
 
 
@@ -92,7 +92,7 @@ def test_steps_behind_a_cache_equal_rows_repeating_the_prefix(family):
 def test_layer_that_cannot_continue_a_cache_is_detected(family):
     batching, line = chosen(make(family))
     assert batching.layout == "padded"
-    assert f"; and behind a cache: {CANNOT[family]}" in line.partition("not packed: ")[0]
+    assert f"; and with a cached prefix: {CANNOT[family]}" in line.partition("not packed: ")[0]
 
 
 def test_state_cut_off_from_its_backward_is_detected(monkeypatch):
@@ -103,16 +103,16 @@ def test_state_cut_off_from_its_backward_is_detected(monkeypatch):
     monkeypatch.setattr(prefix_attention, "_for_rows", cut_off)
     batching, line = chosen(make("lfm2"))
     assert batching.layout == "padded"
-    assert "behind a cache: its gradient is not that of padded rows (off by " in line
+    assert "with a cached prefix: its gradient is not that of padded rows (off by " in line
 
 
 def test_rows_are_padded_where_no_backward_can_be_tried(monkeypatch):
     model = make("lfm2")
-    assert "behind a cache: --compile would compile" in chosen(model, compile=True)[1]
+    assert "with a cached prefix: --compile would compile" in chosen(model, compile=True)[1]
     monkeypatch.setattr("accel_sft.batching.verify.forwards_alone", lambda accelerator: False)
     batching, line = chosen(model)
     assert batching.layout == "padded"
-    assert "behind a cache: its backward cannot be tried where ranks share the weights" in line
+    assert "with a cached prefix: its backward cannot be tried where ranks share the weights" in line
 
 
 JOB = ("--max-steps", "5", "--eval-every", "off", "--save-every", "3", "--global-batch-size", "24")

@@ -83,7 +83,7 @@ def test_weights_that_the_files_lack_are_refused_by_name(made, tmp_path):
     with pytest.raises(UserError, match=r"its files lack 1 of the model's weights \(lm_head.weight\); name"):
         loaded(headless)
     other = changed(made("llama"), tmp_path / "other", lambda w: w.update({"lm_head.weight": torch.zeros(7, 32)}))
-    with pytest.raises(UserError, match=r"another shape than config.json says 1 of .*lm_head.weight \(7, 32\) for \("):
+    with pytest.raises(UserError, match=r"config.json in the shapes of 1 of .*lm_head.weight \(7, 32\) for \("):
         loaded(other)
     tied = changed(made("llama"), tmp_path / "tied", lambda w: w.pop("lm_head.weight"), tie_word_embeddings=True)
     model = loaded(tied)
@@ -190,12 +190,12 @@ def test_token_beyond_the_models_vocabulary_is_one_line(made, tmp_path):
     model.save_pretrained(small)
     AutoTokenizer.from_pretrained(folder).save_pretrained(small)
     command = ("math", "--train-examples", "8", "--validation-examples", "2", "--max-steps", "1", "--model", str(small))
-    with pytest.raises(UserError, match="and the model's vocabulary ends at 255; use their own tokenizer"):
+    with pytest.raises(UserError, match="and the model's vocabulary ends at 255; use the model's own tokenizer"):
         CliRunner().invoke(cli, (*command, "--output-dir", str(tmp_path / "run")), catch_exceptions=False)
 
 
 NAMED = {
-    "qwen3_5": ({}, "multimodal weights are loaded as their language model alone, and exported so; merge an ad"),
+    "qwen3_5": ({}, "of multimodal weights, only the language model is loaded and exported; merge an ad"),
     "llama": (
         {"num_hidden_layers": 3},
         "not loaded, as config.json describes no such weights: 9 in its files (model",

@@ -57,7 +57,7 @@ def adapter(run, base):
 
 def test_unreachable_hub_is_tried_once_before_anything_loads(monkeypatch, caplog):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    message = r"couldn.t connect to 'http://127.0.0.1:9' \(.*\); see to the network, or name a folder"
+    message = r"couldn.t connect to 'http://127.0.0.1:9' \(.*\); check the network, or name a folder"
     with pytest.raises(UserError, match=message):
         model_config(PlanConfig(model="some/model"))
     with pytest.raises(UserError, match=message), errors_explained("some/model"):
@@ -124,7 +124,7 @@ def test_evaluation_names_its_differences_from_the_run(tmp_path):
         assert _differences(Trained(str(folder)), "math", "bf16") == []
         other_task, other_precision = _differences(Trained(str(folder)), "ner", "no")
         assert other_task.endswith("was trained for math, and is scored as ner")
-        assert other_precision.endswith("for its numbers add --mixed_precision bf16")
+        assert other_precision.endswith("to get its numbers, add --mixed_precision bf16")
     assert _differences(Trained("Qwen/Qwen2.5-0.5B-Instruct"), "ner", "no") == []
 
 
@@ -144,7 +144,9 @@ def test_attention_from_hub_code_is_refused_unless_trusted(tmp_path, content):
     folder = make_tiny(tmp_path / "model")
     known = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**known, **content}))
-    with pytest.raises(UserError, match=r"attention computed by code of a hub, o.*; choose --attn-implementation sdpa"):
+    with pytest.raises(
+        UserError, match=r"code on the hub computes its attention, o.*; choose --attn-implementation sdpa"
+    ):
         loaded(folder)
     assert loaded(folder, attn_implementation="sdpa").config._attn_implementation == "sdpa"
 

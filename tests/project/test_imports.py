@@ -180,7 +180,7 @@ LOST_ROWS = (
         ("serve runs/lost", "RUN runs/lost: no such folder"),
         ("parity runs/lost --url http://127.0.0.1:9/v1", "RUN runs/lost: no run.json there"),
         ("verify runs/lost", "runs/lost: no run.json in it"),
-        ("report runs/lost", "RUN runs/lost: there is no such folder"),
+        ("report runs/lost", "RUN runs/lost: no such folder"),
         ("evaluate math --model org/model --base runs/lost", "--base 'runs/lost': no such folder"),
         ("math --model /lost/model", "--model '/lost/model': no such folder"),
     ],

@@ -113,7 +113,7 @@ def test_configurations_of_a_card_are_named(tmp_path):
     folder = written(tmp_path / "ds", "main/train.jsonl", "other/train.jsonl")
     (tmp_path / "ds" / "README.md").write_text("---\nconfigs:\n- config_name: main\n- config_name: other\n---\n")
     assert read_rows(folder, answer).notes == [
-        f"{folder}: read are all its configurations, main, other; for one, name its files or folder"
+        f"{folder}: all its configurations are read: main, other; for one, name its files or folder"
     ]
     (tmp_path / "ds" / "README.md").write_text("---\nconfigs:\n- config_name: main\n---\n")
     assert read_rows(folder, answer).notes == []
@@ -137,9 +137,9 @@ def test_splits_of_a_card_are_read_as_it_says(tmp_path):
     rows = read_rows(folder, answer)
     assert (list(rows), rows.notes[-1]) == (["en.jsonl"], f"{folder}: not read, as in none of its splits: raw.jsonl")
     assert list(read_rows(folder, answer, split="validation")) == ["gold.jsonl", "more/a.jsonl"]
-    for content in ("---\nconfigs:\n- data_files: none.jsonl\n---\n", "---\n{data_files\n---\n", "data_files: x"):
-        card.write_text(content)
-        assert len(read_rows(folder, answer)) == 4, "the card names no file that is there"
+    for content in ("- data_files: none.jsonl", "{", "- data_files: raw.jsonl\ndate: 2001-13-45", "!!bool x"):
+        card.write_text(f"---\nconfigs:\n{content}\n---\n")
+        assert len(read_rows(folder, answer)) == 4, "the card names no file that is there, or is damaged"
     for pattern, expected in PATTERNS.items():
         card.write_text(f"---\nconfigs:\n- data_files: {pattern}\n---\n")
         assert list(read_rows(folder, answer)) == expected, pattern
@@ -193,7 +193,7 @@ def test_saved_data_sets_keep_images_and_lose_arrow_nulls(tmp_path):
     assert list(read_rows(f"{tmp_path}/ds:test", dict)) == expected[:1]
     assert list(read_rows(tmp_path / "a.parquet", dict)) == expected
     (tmp_path / "ds" / "train" / "data-00000-of-00001.arrow").write_bytes(b"ARROW")
-    with pytest.raises(UserError, match=r"arrow: not Parquet or Arrow behind row 0 \("):
+    with pytest.raises(UserError, match=r"arrow: not Parquet or Arrow after row 0 \("):
         read_rows(tmp_path / "ds", dict)
 
 

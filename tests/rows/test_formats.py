@@ -85,7 +85,7 @@ BAD = {
         b"answers,n\nx,1\n",
         ":2: field 'answer': expected text, got NoneType; the row has answers,",
     ),
-    "a column twice": ("a.csv", b"answer,answer\nx,y\n", ":1: the header has the column 'answer' twice; give each"),
+    "a column twice": ("a.csv", b"answer,answer\nx,y\n", ":1: the header has the column 'answer' twice; rename"),
     "files joined": ("a.csv", b"answer,more\nx,y\n\xef\xbb\xbfanswer,more\n", ":3: the header again, where files were"),
     "an archive": ("a.jsonl", b"PK\x03\x04\x14\0\xff", ":1: not text (byte 6); unpack an archive; UTF-16"),
     "UTF-32": ("a.jsonl", JSONL.decode().encode("utf-32"), ":1: not text (byte 0); convert it: iconv -f UTF-32 -t"),
@@ -99,7 +99,7 @@ BAD = {
     "quotes that may not be quoting": (
         "a.tsv",
         b'more\tanswer\n0\tx\n1\t"a\n2\tb"\n3\tc\n',
-        ":3: not CSV (quotes around tabs and line breaks may be characters of several rows); the rest is unread",
+        ":3: not CSV (quotes around tabs and line breaks may belong to the text of several rows); the rest is unread",
     ),
     "blanks behind commas": (
         "a.csv",
@@ -113,7 +113,7 @@ BAD = {
     "cut off, zstandard": ("a.jsonl.zst", zstandard(JSONL * 9)[:-5], ": cannot be decompressed ("),
     "not gzip": ("a.jsonl.gz", JSONL, ": cannot be decompressed (Not a gzipped file"),
     "Git LFS": ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid x\n", ": a pointer of Git LFS, not the"),
-    "not Parquet": ("a.parquet", JSONL, ": not Parquet or Arrow behind row 0 ("),
+    "not Parquet": ("a.parquet", JSONL, ": not Parquet or Arrow after row 0 ("),
 }
 
 
@@ -185,7 +185,7 @@ def test_what_a_writer_of_csv_wrote_is_read_as_it_was(suffix):
         writer.writeheader()
         writer.writerows(rows)
         read = [row.value for row in READERS[suffix](io.BytesIO(file.getvalue().encode()), "a")]
-        refused = delimiter == "\t" and "may be characters of several rows" in str(read[-1])
+        refused = delimiter == "\t" and "may belong to the text of several rows" in str(read[-1])
         assert refused or read == rows, file.getvalue()
 
 
@@ -230,7 +230,7 @@ def test_texts_of_parquet_as_bytes_are_texts(tmp_path):
 def test_two_parquet_columns_of_one_name_are_refused(tmp_path):
     texts = [pyarrow.array([text]) for text in ("1", "2")]
     pyarrow.parquet.write_table(pyarrow.Table.from_arrays(texts, names=["answer"] * 2), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="parquet: it has the column 'answer' twice; give each a name of its own"):
+    with pytest.raises(UserError, match="parquet: it has the column 'answer' twice; rename one of the two"):
         read_rows(tmp_path / "a.parquet", answer)
 
 

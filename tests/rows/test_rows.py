@@ -182,9 +182,9 @@ def test_malformed_element_is_named_by_number_and_others_are_read(file, element,
 
 
 BROKEN_ARRAYS = {
-    "comma missing": ('[{"answer": "1"}\n{"answer": "2"}]', " row 1: expected ',' or ']' behind it; is the file cut"),
+    "comma missing": ('[{"answer": "1"}\n{"answer": "2"}]', " row 1: expected ',' or ']' after it; is the file cut"),
     "cut off inside": ('[{"answer": "1"},\n{"answer":\n "2', " row 2: not JSON at line 3, column 2: Unterminated str"),
-    "comma at the end": ('[{"answer": "1"},\n]', " row 1: a comma behind it announces a row that is not there"),
+    "comma at the end": ('[{"answer": "1"},\n]', " row 1: a comma follows, but no row after it"),
     "text behind": ('[{"answer": "1"}]\n[]', " row 1: text after the end of the array: '[]'"),
     "never closed": ("[", " row 1: not JSON at column 2: Expecting value; the rest is unread"),
     "nested beyond reading": ("\n" + "[" * 200_000, " row 1: nested too deeply; the rest is unread"),
@@ -219,7 +219,7 @@ def test_objects_over_several_lines_are_one_problem(file, mark):
     content = json.dumps({"answer": "a"}, indent=2) + "\n"
     (problem,) = problems(file(mark + 30 * content))
     at = 1 + mark.count("\n")
-    assert problem == f":{at}: an object over several lines; one line for each row: jq -c . FILE > NEW"
+    assert problem == f":{at}: an object over several lines; write each row on one line: jq -c . FILE > NEW"
     assert len(problems(file(mark + '{"answer": "a"\n{}\n'))) == 2, "the first row is cut off"
 
 

@@ -125,6 +125,6 @@ FAULTS = {
     "an adapter on a tied head": Fault("merge", "one of two tied layers", model(*LORA, "lm_head,q_proj")),
     # reported: unsloth #416, trl #1623
     "an end that a server does not stop at": Fault(
-        "generate", "a server of the base goes on", model("--adapter", "lora", eos_token_id=[0])
+        "generate", "a server of the base does not stop there", model("--adapter", "lora", eos_token_id=[0])
     ),
 }

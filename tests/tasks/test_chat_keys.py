@@ -169,7 +169,7 @@ REFUSED = {
     "a message of a tree": ({"text": "u", "parent_id": None, "role": "x"}, "role", "no role beside raw text"),
     "a file of a caption": ({"file_name": "0.png", "text": "u"}, "file_name", "no file_name beside raw text"),
     "loss_mask": (messages(ASK, ANSWER, loss_mask=[0, 1]), "loss_mask", MARKED),
-    "videos": (messages({**ASK, "content": "<video>"}, ANSWER, videos=["a.mp4"]), "videos", "text and images alone"),
+    "videos": (messages({**ASK, "content": "<video>"}, ANSWER, videos=["a.mp4"]), "videos", "only text and images"),
     **{f"a turn's {name}": (row, f"messages[1].{name}", MARKED) for name, row in MARKS_OF_TURNS.items()},
     "thinking that is not learnt": (
         said(content=[{"type": "thinking", "thinking": "t", "train": False}, text("a")]),
@@ -229,7 +229,7 @@ BAD_TURNS = {
     "bytes": (said(content={"base64": "/w=="}), "messages[].content", "text, got bytes that are no UTF-8"),
     "an empty list": (said(content=[]), "messages[].content", "text, got an empty list"),
     "a video": (messages({**ASK, "content": [{"type": "video"}, text("u")]}), "messages[].content[]", "a part of type"),
-    "two thinkings": (said(thinking="t", reasoning="s"), "messages[]", "one thinking, got another text in each of "),
+    "two thinkings": (said(thinking="t", reasoning="s"), "messages[]", "one thinking, got different texts in "),
     "thinking of the user": (messages({**ASK, "thinking": "t"}, ANSWER), "messages[].thinking", "no thinking in a "),
     "a text behind a call": (said(content=[{"type": "tool_use", **USED}, text("a")]), "messages[].content", "thinking"),
     "thinking in two places": (said(content="<think>t</think>a", thinking="t"), "messages[].content", "no <think>, as"),
@@ -271,7 +271,7 @@ BAD_TURNS = {
     "calls in two words": (
         said(tool_calls=[CALL], function_call=USED),
         "messages[].function_call",
-        "calls in it or in",
+        "calls in function_call or in",
     ),
     "a tool without a name": (messages(ASK, ANSWER, tools=[{}]), "tools[]", "a tool's schema"),
     "a user's call": (messages({**ASK, "tool_calls": [CALL]}, ANSWER), "messages[].tool_calls", "no call in a turn of"),
@@ -412,6 +412,6 @@ MARKS = ("<|im_start|>user\nu<|im_end|>", "<｜User｜>u", "### Human: u ### Ass
 @pytest.mark.parametrize("marks", MARKS)
 def test_raw_text_that_a_template_wrote_is_reported(marks):
     (_, note) = parsed({"text": marks}).notes
-    assert note.startswith("that a chat template wrote, by their marks: ")
+    assert note.startswith("with the marks of a chat template in their text: ")
     assert "--control-tokens tokens" in note
     assert len(parsed({"text": "The <b>end</b> of a user."}).notes) == 1

@@ -198,7 +198,7 @@ def parse("""
     files, _ = planted.write(tmp_path, {"train": wrong})
     report = report_of(check(site, *files, "--json", model=model))
     assert report["findings"] == []
-    assert any("aggregate() gives no right of one answer (ValueError: three at least)" in n for n in report["notes"])
+    assert any("aggregate() gives no right for one answer (ValueError: three at least)" in n for n in report["notes"])
 
 
 def test_generated_rows_may_repeat_and_have_several_answers(called):
@@ -240,7 +240,7 @@ def test_training_refuses_answers_that_would_end_the_turn_themselves(check, site
     assert run.status == 1
     refused = re.findall(r"train example \d+ \((.*?)\): the answer's text ends the turn", run.output)
     assert set(refused) == expected["D209"]
-    assert "2 answers with a token that ends the turn" in run.output
+    assert "2 answers would teach what follows a token that ends the turn as another turn" in run.output
 
 
 HOSTILE = '<script>alert("x")</script>'
@@ -344,7 +344,7 @@ def test_rare_label_spelt_like_frequent_one_is_found(counts, misspelt):
     named = ", ".join(f"{label} {count}" for label, count in Counter(answers).most_common())
     assert lines == ([] if len(counts) > 90 else [f"{len(counts)} labels: {named}"])
     if misspelt:
-        assert f"{misspelt[0]!r} stands {counts[misspelt[0]]} times, " in rows[0].detail
+        assert f"{misspelt[0]!r} occurs {counts[misspelt[0]]} times, " in rows[0].detail
 
 
 def test_labels_that_no_validation_row_tests_are_named():
@@ -357,7 +357,7 @@ def test_labels_that_no_validation_row_tests_are_named():
             labels.add("validation", index, answer)
         labels.report(findings, is_complete=whole)
         placed = [(row.split, row.index, row.detail) for finding in findings.placed({}) for row in finding.rows]
-        assert placed == ([("train", 30, "'fraud' stands 3 times in train, never in validation")] if whole else [])
+        assert placed == ([("train", 30, "'fraud' occurs 3 times in train, never in validation")] if whole else [])
 
 
 def test_training_names_misspelt_labels_from_tokens(tmp_path):
@@ -368,7 +368,7 @@ def test_training_names_misspelt_labels_from_tokens(tmp_path):
     train, validation = (StoredEncoding(split, stored(tmp_path / split, rows)) for split in ("train", "validation"))
     lines = quick_lines(quick_findings(train, validation, tokenizer, frozenset({2})), "chat")
     (line,) = [line for line in lines if line.startswith("warning D216: train: 2 rows: ")]
-    assert "'shiping' stands 4 times, 'shipping' 60 times (train example 60, train example 61)" in line
+    assert "'shiping' occurs 4 times, 'shipping' 60 times (train example 60, train example 61)" in line
 
 
 def stored(folder, rows, indices=None):

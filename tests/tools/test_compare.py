@@ -231,11 +231,11 @@ def test_command_line_decides_settings_and_words_of_runs(monkeypatch, task, give
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--launch z9", "--launch 'z9': no file, no name that `accel-sft launch-file` lists"),
+        ("--launch z9", "--launch 'z9': no file, nor a name that `accel-sft launch-file` lists"),
         ("--launch multinode_z3", "it is of 2 machines"),
         ("--max-steps 3", "--max-steps 3: the first 3 are not counted"),
-        ("--seed 1 -- --seed 2", "--seed: given before and behind --"),
-        ("-- --output-dir x", "--output-dir behind --"),
+        ("--seed 1 -- --seed 2", "--seed: given before and after --"),
+        ("-- --output-dir x", "--output-dir after --"),
         ("--lr-scheduler linear,bad", "--lr-scheduler bad: not one of"),
         ("--mixed-precision bf17", "--mixed-precision 'bf17': not one of no, fp16, bf16"),
         ("--profile", "--profile slows the first 5 steps: --discard-steps 5 or more"),
@@ -335,7 +335,7 @@ def test_findings_name_the_fastest_and_what_others_cost(tmp_path):
     assert "z0 is the fastest: 1,005 tokens/s" in findings
     assert "z2_offload takes 2.50 times the time of z0, -4.00 GiB on a GPU." in findings
     assert "differ by 1% at most (z2 from z0, step 3)" in findings
-    assert not re.search("Undecided|Not the same|precision", findings)
+    assert not re.search("Undecided|Conditions differ|precision", findings)
     assert record["settings"][1]["ratio_to_best"] == pytest.approx(805 / 1005)
     assert record["settings"][1]["spread"]["tokens_per_second"] == pytest.approx(10 / 805)
     record["settings"][1]["launch"]["precision"] = "no"
@@ -343,7 +343,7 @@ def test_findings_name_the_fastest_and_what_others_cost(tmp_path):
         run["environment"]["versions"] = {"torch": version}
     findings = "\n".join(summary(record))
     assert "Not all settings compute in the same precision (bf16, no)" in findings
-    assert "Not the same around all runs: versions (" in findings
+    assert "Conditions differ between runs: versions (" in findings
     record["settings"].append(copy.deepcopy(record["settings"][0]) | {"runs": [], "name": "z3"})
     summarised(record, tmp_path)
     assert record["settings"][3]["status"] == "not run"
@@ -357,7 +357,7 @@ def test_difference_below_spread_is_undecided_and_one_round_unknown(tmp_path):
         "Undecided which is the fastest: z0 and z2. They differ by 1.0% at most, rounds of one setting by 10%" in text
     )
     record = made(tmp_path / "once", ["launch"], [(values, of_rounds[:1]) for values, of_rounds in rows])
-    assert record["findings"][0].startswith("Which setting is the fastest is not known: one has a single round")
+    assert record["findings"][0].startswith("The fastest setting is not known: one has a single round")
     assert not any("is the fastest" in line for line in record["findings"][1:])
     assert record["settings"][0]["spread"]["tokens_per_second"] is None
 
@@ -390,7 +390,7 @@ def test_sweep_is_ranked_by_metric_and_not_by_speed(tmp_path):
     record = made(tmp_path, SWEPT, [of_sweep(1e-4, 1, 0.5, 0.9), of_sweep(1e-4, 2, 0.5, 0.9), *close, *good])
     assert record["findings"][:2] == [
         "Undecided which is the best by accuracy after training: learning-rate 0.0003 and learning-rate 0.001. They "
-        "differ by 0.03 at most, which other seeds or other examples may turn round.",
+        "differ by 0.03 at most; other seeds or other examples may reverse their order.",
         "By accuracy, the best first: learning-rate 0.0003: 0.94 (median of 3, 0.9 to 0.96), validation loss 0.1; "
         "learning-rate 0.001: 0.91 (median of 2, 0.9 to 0.92), validation loss 0.1; "
         "learning-rate 0.0001: 0.5 (median of 2, 0.5 to 0.5), validation loss 0.9.",
@@ -407,7 +407,7 @@ def test_equal_and_missing_metrics_and_one_seed_are_named(tmp_path):
     findings = made(tmp_path / "equal", SWEPT, rows)["findings"]
     both = "learning-rate 0.0003 and learning-rate 0.0001"  # the lower validation loss first
     assert findings[0].startswith(f"Undecided which is the best by accuracy after training: {both}. They differ by 0 ")
-    assert findings[2] == "With one seed it is not known whether such differences repeat; --seed 1,2,3 tells."
+    assert findings[2] == "With one seed it is not known whether such differences repeat; --seed 1,2,3 shows it."
     record = made(tmp_path / "none", SWEPT, [of_sweep(1e-4, 1, None, None), of_sweep(3e-4, 1, None, None)])
     line = "Settings cannot be ranked: no run has accuracy after training; leave out --eval-every off."
     assert record["findings"][0] == line
@@ -418,7 +418,7 @@ def test_direction_of_the_metric_decides_and_launches_add_speed(tmp_path):
     for place, (higher, best) in {"more": (True, 2), "less": (False, 1)}.items():
         findings = made(tmp_path / place, ("launch", "learning_rate"), rows, higher_is_better=higher)["findings"]
         assert findings[0] == f"learning-rate {best} is the best by accuracy after training."
-        assert any("Which setting is the fastest is not known" in line for line in findings)
+        assert any("The fastest setting is not known" in line for line in findings)
 
 
 def answered(tmp_path, rows, right):

@@ -27,7 +27,7 @@ def test_parts_are_trained_smallest_first_and_page_has_curve(called, monkeypatch
     counts = [json.loads(path.read_text())["config"]["train_limit"] for path in sorted(tmp_path.rglob("run.json"))]
     assert counts == ["8", "32", "64"]
     assert record["findings"][0].startswith("accuracy after training is 0 with 8 rows, 0 with 32 rows, 0 with 64 rows")
-    assert "All trainings ended alike, which says nothing of more rows" in " ".join(done.output.split())
+    assert "All trainings ended alike, which says nothing about more rows" in " ".join(done.output.split())
     assert record["command"].startswith("accel-sft how-much math ")
     monkeypatch.setattr("accel_sft.tools.compare.command.lock", lambda folder: None)  # this process has locked it
     again = called("how-much", *job, run_dir=tmp_path)
@@ -46,7 +46,7 @@ def test_parts_are_trained_smallest_first_and_page_has_curve(called, monkeypatch
         ("--sizes 8,16", "--sizes 8,16: too few: a curve needs 3 numbers of rows"),
         ("--train-examples 64 --sizes 8,16,65", "--sizes '65': give comma-separated row counts, each at most 64 (the"),
         ("--learning-rate 1e-3,1e-4", "--learning-rate: how-much varies the rows and the seed only"),
-        ("-- --seed 3", "--seed behind --: how-much sets it for each training"),
+        ("-- --seed 3", "--seed after --: how-much sets it for each training"),
     ],
 )
 def test_rows_without_a_curve_are_refused_before_training(tmp_path, monkeypatch, called, arguments, message):
@@ -135,7 +135,7 @@ def test_sentences_name_gain_of_more_rows_and_its_end():
     )
     assert rising[2].startswith("The validation examples show no difference below 0.028")
     flat = [*in_sentences(made(dict.fromkeys((500, 1000, 2000, 4000), (0.9, 0.91))))]
-    assert "rows beyond about 4,000 are not expected to bring one." in flat[2]
+    assert "beyond about 4,000 rows no larger gain is expected." in flat[2]
 
 
 def test_flat_forecast_is_no_gain_after_a_worse_largest_part():

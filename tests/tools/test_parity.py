@@ -86,7 +86,7 @@ def test_a_fault_is_named_and_no_other(run, fault, form):
     assert (result["cause"] and result["cause"]["cause"]) == named, text
     assert result["holds"] == (not named and result["answers"]["other"] == 0), text
     if form != "plain" and fault in ("faithful", "bf16"):
-        fewer_bits = "more than float32 explains: fewer bits are served" in text
+        fewer_bits = "more than float32 explains: the server has fewer bits" in text
         assert fewer_bits == (fault == "bf16"), text
     if fault == "faithful":
         assert result["metric"]["here"] == result["metric"]["served"]
@@ -137,9 +137,9 @@ def test_command_ends_with_a_status_and_refuses_the_incomparable(run, tmp_path, 
         done = accel_sft("parity", str(run), "--url", url, "--examples", "3")
     assert done.status == 1, done.output
     assert "prompts  3 of 3 are those of training, token by token\n" in done.output
-    line = r"cause    stop token: example \d goes on behind '<\|im_end\|>', as the run's weights"
+    line = r"cause    stop token: example \d goes on after '<\|im_end\|>', as the run's weights"
     assert re.search(line, done.output)
-    assert "differs  what is served is not what was trained\n" in done.output
+    assert "differs  the server's answers are not the run's\n" in done.output
     record = json.loads((run / "run.json").read_text())
     record["task_options"]["validation_file"] = "/etc/passwd"
     (tmp_path / "named" / "final").mkdir(parents=True)
@@ -148,7 +148,7 @@ def test_command_ends_with_a_status_and_refuses_the_incomparable(run, tmp_path, 
         (tmp_path, (), f"RUN {tmp_path}: no run.json there"),
         (run, ("--model", "tuned"), "cannot be reached"),
         (run, ("--task", "chat"), f"--task chat: {run} was trained for math; name that"),
-        (tmp_path / "named", (), "its record names files, and those of a record are not read unasked; add --same-data"),
+        (tmp_path / "named", (), "its record names files, which are read only if you ask for that; add --same-data"),
     ):
         refused = called("parity", str(folder), "--url", url, *options)
         assert refused.status == 1
@@ -184,6 +184,6 @@ def test_the_same_answers_with_another_metric_do_not_hold():
         return comparison.lead([pair], "exact_match", 1.0, served)
 
     assert lead(None, 0.0).evidence.startswith(
-        "the same answers have exact_match 1 here and 0 as the server gives them"
+        "the same answers have exact_match 1 here and 0 as the server returns them"
     )
     assert lead(None, 1.0) is lead(0, 0.0) is lead(None, float("nan")) is None

@@ -198,7 +198,7 @@ def test_full_7b_on_small_gpus_shows_host_disk_and_adapter(called, models):
     rows = [line.split() for line in table.splitlines() if re.match(r"\w+ +[0-9.]+!? +\w+ +[0-9.]+", line)]
     assert len(rows) >= 12
     assert all(float(row[3].rstrip("!")) <= 128 for row in rows if not row[3].endswith("!"))
-    assert "2 sharded copies of the model need 4 processes or more, not 2" in " ".join(table.split())
+    assert "dp_replicate 2 over 2 ranks (fsdp) is not supported" in " ".join(table.split())
     printed = " ".join(printed.split())
     assert "Recommended: z3_nvme" in printed
     assert "; --adapter lora needs far less memory, with --load-in-4bit less still." in printed
@@ -353,7 +353,7 @@ def test_gpus_of_unknown_memory_are_asked_for(monkeypatch):
 def test_gpu_sharing_host_memory_is_planned_by_given_size(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(Name="NVIDIA GB10", MemoryInfo=None))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(UserError, match="as the driver does not tell that of NVIDIA GB10"):
+    with pytest.raises(UserError, match="as the driver does not report it for NVIDIA GB10"):
         machine(None, None, 64)
     assert machine(None, 100, 64).gpu_bytes == 100 * GIB
 
@@ -477,7 +477,7 @@ def test_values_of_json_are_counted_or_the_launchs_problem():
     for ratio in ("half", 2):
         job = with_key(job_of(QWEN_05B, "z3_twin_flow"), "offload_optimizer", {"device": "cpu", "ratio": ratio})
         planned = plans.plan("z3_twin_flow", Path("z3.yaml"), job, PlannedMachine(2, 80 * GIB, 200 * GIB), 2048)
-        assert planned.problem == "its offload_optimizer ratio is no number from 0 to 1"
+        assert planned.problem == "its offload_optimizer ratio is not a number from 0 to 1"
 
 
 def test_the_page_of_zero_keys_says_what_plan_counts():

@@ -206,7 +206,7 @@ def test_what_is_no_run_is_refused_in_a_line(two, tmp_path):
     names = ["missing", "file", "empty", "foreign", "many"]
     with pytest.raises(UserError) as raised:
         report(*(tmp_path / name for name in names), "--output", tmp_path / "page.html")
-    wanted = ["there is no such folder", "not a folder", "neither run.json nor comparison.json"]
+    wanted = ["no such folder", "not a folder", "neither run.json nor comparison.json"]
     wanted += ["not the record of a run", "name those in it"]
     assert len(raised.value.problems) == len(names)
     for name, what, line in zip(names, wanted, raised.value.problems, strict=True):

@@ -109,7 +109,7 @@ def test_a_secret_that_run_yaml_hides_is_no_difference(tmp_path):
     record = {"config": {"seed": 3}, "task_options": {"hf_token": "***", "rows": "https://***@host/rows.jsonl"}}
     run = SimpleNamespace(run_dir=RunDir(tmp_path), record=record, trained=[])
     (finding,) = records._settings(run)
-    assert (finding.level, finding.what) == ("differs", "seed is ***, and 3 in run.json")
+    assert (finding.level, finding.what) == ("differs", "seed is ***, but 3 in run.json")
 
 
 def on(change, *arguments, **values):
@@ -153,18 +153,18 @@ def agreeing(change):
 row = on(edit_text, "../rows.jsonl", '"a": 3,', '"a": 4,')
 LINES = "metrics.jsonl: lines"
 TAMPERINGS = [
-    (row, "rows.jsonl: its content is another"),
+    (row, "rows.jsonl: its content is not what the run was trained on"),
     (on(edit_text, "../sums.py", "['a']}+", "['b']}+"), "sums.py is not what the run was made with"),
     (on(edit_record, config__learning_rate=None), "run.json: its records cannot be understood (AssertionError"),
-    (agreeing(on(both, "learning_rate", 0.5)), "step 1 was made at the rate"),
+    (agreeing(on(both, "learning_rate", 0.5)), "step 1 had learning rate"),
     (on(both, "seed", 6), "step-000006: written with other settings than run.json"),
     (on(edit_record, data_sha256="0" * 64), "written with other data than"),
     (on(edit_lines, slower), f"{LINES} up to step 2 are not those"),
-    (agreeing(on(edit_lines, lambda lines: lines.pop(3))), "where step 3 is expected, the line of step 4 stands"),
+    (agreeing(on(edit_lines, lambda lines: lines.pop(3))), "the line of step 4 is where that of step 3 is expected"),
     (lambda run: flip_bit(next(run.checkpoint(4).glob("*.safetensors"))), "rank-0000-000.safetensors has other bytes"),
-    (on(edit_checkpoint, 4, "weights"), "step-000004: it is another than was there when step-000006 was written"),
+    (on(edit_checkpoint, 4, "weights"), "step-000004: it is not the one that was there when step-000006 was written"),
     (on(drop_checkpoint, 2), "step-000002: is missing; it was kept when step 6"),
-    (rename_checkpoint, "step-000004: it was written as that of step 2"),
+    (rename_checkpoint, "step-000004: it was written as the checkpoint of step 2"),
     (on(edit_weights, "final/adapter_model"), "final/adapter_model.safetensors: has"),
     (lambda run: (run.final / "config.json").write_text("{}"), "final/config.json: was added"),
     (on(edit_text, "samples/step-000006.jsonl", '"generated"', '"Generated"'), "step-000006.jsonl: has other bytes"),
@@ -190,7 +190,7 @@ def test_training_run_may_remove_its_checkpoints(honest):
 
 def test_other_software_than_the_runs_is_found(honest, monkeypatch):
     monkeypatch.setattr(records, "code_fingerprint", lambda *_: "another")
-    assert any(line.startswith("code: accel_sft's files are others") for line in differences(honest))
+    assert any(line.startswith("code: accel_sft's files differ from the run's") for line in differences(honest))
     monkeypatch.setattr(records, "versions", lambda: {**json.loads(honest.record.read_text()), "torch": "9.9"})
     assert any("torch" in line and "here 9.9" in line for line in differences(honest, "open"))
 
@@ -205,7 +205,7 @@ def test_installed_task_is_held_to_its_files_and_their_imports(honest, monkeypat
 
     assert findings("holds") == ["code: accel_sft, the task and the libraries' versions are those of the run"]
     (line,) = findings("differs", task_code="another")
-    assert line.startswith("task: the files of its package are others than the run's: /")
+    assert line.startswith("task: the files of its package differ from the run's: /")
     assert line.endswith("/accel_sft_chat")
     older = {"task_libraries": {"sacrebleu": "1.0"}}
     assert findings("differs", **older) == []
@@ -292,7 +292,7 @@ def test_segment_that_cannot_rerun_is_neither_difference_nor_success(honest, for
     (honest.path.parent / "rows.jsonl").unlink()
     done = CliRunner().invoke(verify, [str(honest.path), "--segments", "1"])
     assert done.exit_code == 1, done.output
-    assert f"{honest.path}: nothing differs from what it records; 1 of 1 segments could not be run again" in done.output
+    assert f"{honest.path}: nothing differs from its records; 1 of 1 segments could not be run again" in done.output
     assert "rows.jsonl" in done.output
     assert "0 of 3 segments were run again" in done.output
 

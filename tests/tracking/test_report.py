@@ -56,7 +56,7 @@ def test_answers_are_read_as_they_were_written(tmp_path):
 def test_answers_that_were_damaged_are_refused_in_a_line(tmp_path, content):
     RunDir(tmp_path).samples.mkdir()
     RunDir(tmp_path).answers(4).write_bytes(content)
-    with pytest.raises(UserError, match=r"step-000004.jsonl: has 1 unreadable lines; take it away, and go on with --"):
+    with pytest.raises(UserError, match=r"step-000004.jsonl: has 1 unreadable lines; remove it, and go on with --"):
         RunDir(tmp_path).read_samples(4)
 
 
@@ -145,7 +145,7 @@ def test_scores_by_label_are_scikit_learns():
         assert (row["precision"], row["recall"], row["f1"]) == pytest.approx(shares)
     assert result["macro_f1"] == pytest.approx((5 / 7 + 2 / 3) / 3)
     assert result["labels"]["c"]["answers"] == {"c": 3, "": 1}
-    assert weakest_label(result) == ("labels    macro F1 0.460 of 3; found least: 'other', 0 of 2; report.md has each")
+    assert weakest_label(result) == ("labels    macro F1 0.460 of 3; lowest recall: 'other', 0 of 2; report.md has all")
     page = render_report(result, [], given)
     for row in (
         "| c | 4 | 0.600 | 0.750 | 0.667 |",

@@ -218,7 +218,7 @@ def test_slow_or_foreign_aggregate_has_no_interval(monkeypatch):
     beats, samples = heartbeat_count(), micro_answers(1, 0.5)
     values = Micro.aggregate([sample["scores"] for sample in samples])
     _, without = measured({**values, "f1": values["f1"] + 0.1}, samples, Micro.aggregate)
-    assert without == {"f1": "aggregate() of the answers that were kept gives another number"}
+    assert without == {"f1": "aggregate() of the stored answers gives another number"}
     measured(values, samples, Micro.aggregate)
     assert heartbeat_count() - beats >= 2000  # for the watch over hangs
     monkeypatch.setattr(resampled, "_LONGEST_SECONDS", -1.0)
@@ -241,7 +241,7 @@ def test_report_and_terminal_have_intervals_and_the_tests_result():
     result = evaluated(before, after)
     page = render_report(result, before, after)
     assert "| validation loss | 1 | 1 | +0 |" in page
-    assert "Intervals are of 95%, over 200 examples. A change is a paired test on the same examples, at 5%." in page
+    assert "Intervals are at 95%, over 200 examples. Changes are by a paired test on the same examples, at 5%." in page
     assert page.count("examples can show") + page.count("better (") + page.count("higher (") == 2
     expected = verdict(result["intervals"]["change"]["f1"], WORDS)
     for width in (80, 120):
@@ -256,7 +256,7 @@ def test_report_and_terminal_have_intervals_and_the_tests_result():
 def test_few_examples_are_named_beside_their_intervals():
     for count, few in ((12, True), (60, False)):
         sentences = about_intervals(evaluated(micro_answers(1, 0.5, count), micro_answers(2, 0.8, count)))
-        assert ("; of so few, about 90% where scores are skewed." in sentences) is few
+        assert ("; with so few, about 90% if scores are skewed." in sentences) is few
 
 
 @pytest.mark.parametrize("damage", [5, {"after": {"f1": [1, None]}, "change": {"f1": {"p": "x"}}}])

@@ -101,7 +101,7 @@ CAUSES = {
     "batches": ({"spent": {BATCHES: 0.34}}, "making batches takes 34% of a step: look at"),
     "ranks that wait in their forwards": ({"waits": [math.nan] * 2, "ranks": 2}, "30% of a step is backward"),
     "small forwards": ({"tokens": 1024, "forwards": 8}, "a forward has 128 tokens"),
-    "the optimizer": ({"spent": {OPTIMIZER: 0.4}}, "40% of a step is optimizer step; see a --profile"),
+    "the optimizer": ({"spent": {OPTIMIZER: 0.4}}, "40% of a step is optimizer step; see --profile"),
 }
 
 

@@ -88,7 +88,7 @@ def fail(*_):
         (
             "aggregate",
             lambda self, scores: {"right": 1.0, "loss": 0.0, "generate_seconds": 0.0},
-            r"gave generate_seconds, loss: names of the trainer's own numbers",
+            r"gave generate_seconds, loss: these names are the trainer's; choose others",
         ),
         ("score", lambda self, example, text: 1.0, r"validation example [01]: score\(\) gave 1\.0"),
         ("score", fail, r"validation example [01]: the task's score\(\) failed on .*RuntimeError: ill"),
@@ -101,7 +101,7 @@ def test_a_judgement_that_is_none_is_refused_by_name(tiny, method, function, mes
 
 def test_a_metric_that_some_scores_lack_is_refused_by_name():
     for scores in ([{"right": 1.0}, {"right": 1.0, "extra": 1.0}], [{"right": 1.0, "extra": 1.0}, {"right": 1.0}]):
-        with pytest.raises(UserError, match=r"score\(\) gave 'extra' None, of which there is no mean"):
+        with pytest.raises(UserError, match=r"score\(\) gave 'extra' None, which has no mean"):
             Sums().aggregate(scores)
     means = Sums().aggregate([{"right": 1.0, "extra": True}, {"extra": 0.0, "right": 0.0}])
     assert means == {"right": 0.5, "extra": 0.5}
@@ -145,7 +145,7 @@ def test_unreadable_row_is_not_blamed_on_the_score():
 def test_metric_that_no_own_answer_scores_is_named():
     never = type("Never", (Sums,), {"score": lambda self, example, text: {"right": 0.0}})
     (line,) = check_scoring(never(), [40, 41])
-    assert line.startswith("warning: right is 0 for the own answers of the first 2 validation examples; ")
+    assert line.startswith("warning: right is 0 for the expected answers of the first 2 validation examples; ")
     assert check_scoring(Sums(), [40, 41]) == []
 
 
@@ -194,7 +194,7 @@ def test_failing_dataset_is_named_with_its_line():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--epochs", "0.0001"), "--epochs 0.0001: not one of 60 examples"),
+        (("--epochs", "0.0001"), "--epochs 0.0001: less than 1 of 60 examples"),
         (("--max-steps", "3", "--warmup-steps", "4"), "--warmup-steps 4: the run has 3 steps"),
     ],
 )
@@ -374,7 +374,7 @@ def test_a_value_that_a_record_hides_is_asked_for(tmp_path, capsys):
     assert recorded_options(record, [own], ["tokenizer"], "--model run", same_data=False) == {}
     assert recorded_options(record, [own], None, "RUN run", same_data=False) == {}  # a command that cannot be given it
     assert "so the default of --tokenizer is used" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"--tokenizer 5: expected text; so says the run.json of --model run"):
+    with pytest.raises(UserError, match=r"--tokenizer 5: expected text; the run.json of --model run says so"):
         recorded_options({**record, "task_options": {"tokenizer": 5}}, [own], [], "--model run", same_data=False)
     _check_unchanged(record, {**record, "task_options": {"tokenizer": "gpt2"}}, RunDir(tmp_path))
     with pytest.raises(UserError, match="--tokenizer: the run was started with"):
@@ -570,7 +570,7 @@ def test_files_that_a_record_names_are_not_read_unasked(called, tmp_path):
     assert refused.status == 1
     named = ("--train-file", str(rows), "--validation-file", str(rows))
     assert (
-        f"its record names files, and those of a record are not read unasked; add --same-data, or {' '.join(named)}"
+        f"its record names files, which are read only if you ask for that; add --same-data, or {' '.join(named)}"
         in refused.output
     )
     for permission in (named, ("--same-data",)):

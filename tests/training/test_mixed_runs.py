@@ -80,12 +80,12 @@ def has_a_command_that_check_and_plan_take(launched, job):
     wrong = [*job[:6], "2,1,1", *job[7:]]
     findings = json.loads(accel_sft("check", *wrong, "--json", "--no-score").output)["findings"]
     assert any(
-        "--mix 2,1,1: 3 shares, and --train-file names 2" in row["detail"]
+        "--mix 2,1,1: 3 shares, but --train-file names 2" in row["detail"]
         for finding in findings
         for row in finding["rows"]
     )
     refused = accel_sft(*wrong)
-    assert (refused.status, "--mix 2,1,1: 3 shares, and --train-file names 2" in refused.output) == (1, True)
+    assert (refused.status, "--mix 2,1,1: 3 shares, but --train-file names 2" in refused.output) == (1, True)
     planned = accel_sft("plan", *job, "--gpus", "0", "--launch", "ddp")
     assert "lengths  the longest example has" in planned.output
     assert "as it was tokenized here last" in " ".join(planned.output.split())

@@ -106,7 +106,7 @@ class Audit:
         )
 
     def _source(self, readable: dict[str, np.ndarray]) -> Source | None:
-        """Find the model's files. `--model tiny` is built from the training rows that can be read; None if none can."""
+        """Find the model's files. Build `tiny` from the readable training rows; return None if there are none."""
         config, base = self.config, None
         if config.model == "tiny" and not config.init_from:
             rows, train = np.flatnonzero(readable.get("train", ())), self.splits.get("train", ())

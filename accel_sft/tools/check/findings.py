@@ -32,49 +32,49 @@ class Code:
 _CODES = """
 D101 error: not JSON, and training refuses the file -> fix these lines, or take them out
 D102 error: the task's reader refuses the row, and training refuses the file -> give the field what is expected there
-D103 error: the examples cannot be read -> fix what is said here; the split could not be checked
+D103 error: the examples cannot be read -> fix the problem named here; the split could not be checked
 D104 warning: the task's reader leaves the row out -> fix the row, or take it out
-D201 error: messages() or target() fails, or gives what is no conversation -> fix the row, or the task's method
+D201 error: messages() or target() fails, or does not return a conversation -> fix the row, or the task's method
 D202 error: the model's chat template rejects the messages -> give roles and an order that this template takes
 D203 error: the prompt is not a prefix of prompt and answer -> change what the answer begins with
 D204 error: the chat template drops or changes the answer -> --thinking keep if it is thinking; else change target()
-D205 error: training refuses these examples -> fix what is said here
+D205 error: training refuses these examples -> fix the problem named here
 D206 warning: the answer is empty, and the row is left out -> write the answer, or take the row out
-D207 warning: no turn but the system's has text -> write the question; a model learns to answer nothing from it
+D207 warning: only the system turn has text -> write the question: without one, the model learns to answer nothing
 D208 warning: special tokens of the model are written in the texts
-    -> take them out: they are learnt as characters; what a template wrote is read by --control-tokens tokens
+    -> take them out: they are learnt as characters; if a template wrote them: --control-tokens tokens
 D209 error: the answer's own text has a token that ends the turn -> take it out: the chat template ends the turn
-D210 warning: characters that a wrong encoding leaves behind -> save the source as UTF-8, without control characters
-D211 note: the answer begins or ends with white space -> strip it, unless it is meant
+D210 warning: characters that come from a wrong encoding -> save the source as UTF-8, without control characters
+D211 note: the answer begins or ends with white space -> strip it, unless it is intended
 D213 error: the chat template drops the text of a message -> use a chat template that writes every message
-D215 warning: the chat template's prompts do not end in the header of the answer, which is learnt with it
-    -> end the template with it, if add_generation_prompt: other servers show what was learnt in answers
-D216 warning: a label is spelt nearly like a frequent one -> spell both alike, unless it is meant
+D215 warning: the chat template's prompts do not end with the answer's header, so the header is learnt too
+    -> let the template end with the header if add_generation_prompt: servers would show a learnt header in answers
+D216 warning: a label is spelt almost like a frequent label -> spell both alike, unless they are two labels
 D217 warning: a text is what programs write for a missing value, such as nan or None
-    -> leave the value empty, or take the row out, unless the word is meant: it is learnt as a word
+    -> leave the value empty, or take the row out, unless the word is intended: it is learnt as a word
 D218 warning: a label is trained on, and no validation row tests it
     -> hold out more rows, or give validation rows with each label (chat: --held-out, --data-seed, --validation-file)
-D219 warning: a run on this split warns -> see the line
+D219 warning: training warns about this split -> see the warning
 D301 warning: longer than --max-length, and left out -> raise --max-length, or shorten the rows
 D302 warning: cut to --max-length: the end of the turn is not learnt -> raise --max-length, or use --truncation drop
-D303 warning: no token of the answer is left to carry loss; left out -> write an answer that has some
+D303 warning: no token of the answer carries loss; left out -> write an answer whose text becomes tokens
 D304 error: the token that ends the turn carries no loss
-    -> see that the tokenizer's eos_token is what its chat template ends an answer with
-D305 error: the token that begins a text stands there twice -> take it out of the text: the chat template writes it
+    -> set the tokenizer's eos_token to the token with which its chat template ends an answer
+D305 error: the token that begins a text (BOS) is there twice -> take it out of the text: the chat template writes it
 D306 warning: the tokenizer has no token for some of the text -> replace these characters
-D307 error: no example is left to use -> fix what is listed for this split
+D307 error: no example is left to use -> fix the other findings of this split
 D309 warning: the chat template writes no prompt; left out -> see what the chat template makes of these rows
 D401 warning: an earlier row of the split has the same prompt and answer -> take the copies out
-D403 warning: an earlier row of the split has the same prompt, with another answer
+D403 warning: an earlier row of the split has the same prompt, but another answer
     -> keep the right answer: the task does not score this answer as perfect for the earlier row
-D404 error: a validation row is trained on too -> take it out of one of the splits: the metric would reward memory
-D406 error: a validation prompt is trained on, with another answer -> take it out of one of the splits
-D501 error: the answer itself is not scored as perfect -> fix the answer, or the task's score(): no model can do better
-D502 error: score() fails on the answer itself -> fix the row, or the task's score()
+D404 error: a validation row is trained on too -> take it out of one of the splits: the metric would reward memorising
+D406 error: a validation prompt is trained on, but with another answer -> take it out of one of the splits
+D501 error: the expected answer is not scored as perfect -> fix it, or the task's score(): no model can do better
+D502 error: score() fails on the expected answer -> fix the row, or the task's score()
 D601 error: the model has no embedding for a token of its tokenizer -> use the tokenizer that came with the weights
 D602 warning: more tokens than the model has positions -> lower --max-length to the number of positions
 """
-"""Each code with its grade, what is wrong and, behind the arrow, the fix."""
+"""Each code with its grade, what is wrong and, after the arrow, the fix."""
 CODES = {
     code: Code(grade, *" ".join(about.split()).split(" -> "))
     for code, grade, about in re.findall(r"^(D\d+) (\w+): (.*(?:\n    .*)*)", _CODES, re.MULTILINE)
@@ -92,7 +92,7 @@ class FoundRow:
 
     Attributes:
         index: the example's index in its split; None for an unreadable row, or a remark on the whole split.
-        like: split and index of the row that this one repeats, whose file and line is `like_place`.
+        like: split and index of the row that this row repeats; `like_place` is that row's file and line.
     """
 
     split: str
@@ -115,8 +115,8 @@ class FoundRow:
 
 @dataclasses.dataclass
 class DataFinding:
-    """All rows of a split that have the same code, such as D301: their number (of remarks, if the finding is about the
-    whole split), the first `NAMED` of them, and a remark on the finding as a whole."""
+    """All rows of a split that have the same code, such as D301: their `count`, the first `NAMED` of them, and a remark
+    on the finding as a whole (`also`). If the finding is about the whole split, `count` is the number of remarks."""
 
     code: str
     grade: str
@@ -167,7 +167,7 @@ class Findings:
             finding.rows.append(FoundRow(split, index, one_line(detail, DETAIL_CHARACTERS), like, place))
 
     def finding(self, code: str, split: str, grade: str | None = None) -> DataFinding:
-        """Return the finding of this code and split, made if there is none."""
+        """Return the finding of this code and split; create it if there is none."""
         return self._by_code.setdefault((code, split), DataFinding(code, grade or CODES[code].grade, split))
 
     def count(self, code: str, split: str) -> int:
@@ -176,8 +176,8 @@ class Findings:
         return finding.count if finding else 0
 
     def placed(self, splits: Mapping[str, Sequence[Any]]) -> list[DataFinding]:
-        """Return all findings, the gravest first; their rows are sorted, and say their file and line if the examples of
-        `splits` know them, as those of `read_rows` do."""
+        """Return all findings, the gravest first, with their rows sorted. Rows name their file and line if `read_rows`
+        read the examples of `splits`."""
 
         def place_of(split: str, index: int | None) -> Place | None:
             examples = splits.get(split)

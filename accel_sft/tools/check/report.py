@@ -32,7 +32,7 @@ _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _END = 400
 """Characters that are shown of each end of a prompt or an answer."""
 _UNWRAPPED, _PAGE_COLUMNS = 10_000, 120
-"""Width in terminal cells of output that is not a terminal, larger than any line's, and of a page."""
+"""Widths in characters: of output that is not a terminal (larger than any line), and of a page."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Report:
 
 
 def split_figures(encoding: StoredEncoding | None, rows: int, repeats: dict[str, int]) -> dict[str, int]:
-    """Numbers of a split's `rows`, with the unreadable ones, and of the tokens of those that are used, if any could be
-    tokenized."""
+    """Count a split's rows (`rows` includes unreadable ones) and, if any row could be tokenized, the tokens of the used
+    rows."""
     if encoding is None:
         return {"rows": rows, "used": 0, "left_out": rows, **repeats}
     kept = encoding.kept
@@ -107,7 +107,7 @@ def split_figures(encoding: StoredEncoding | None, rows: int, repeats: dict[str,
 
 
 def step_figures(plan: StepPlan) -> dict[str, float]:
-    """The size of the plan. Rows of a source count by its share."""
+    """The sizes of the plan. In means over rows, each source counts by its share."""
     return {
         "steps": plan.total_steps,
         "global_batch_size": plan.global_batch_size,
@@ -134,7 +134,7 @@ def _marked(tokenizer: Any, row: Encoded) -> str:
     """The row's text, special tokens included, with marks where loss begins and ends; long parts lack their middle."""
     begins = {span.start for span in row.learnt}
     bounds = sorted({0, len(row.input_ids), *begins, *(span.stop for span in row.learnt)})
-    # some tokenizers drop the space before a text's first word, so each part is decoded with all before it
+    # some tokenizers drop the space before a text's first word, so each part is decoded with all text before it
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     texts = [tokenizer.decode(row.input_ids[:bound], **options) for bound in bounds]
     marked = ""

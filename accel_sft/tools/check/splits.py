@@ -25,7 +25,7 @@ from accel_sft.tools.check.texts import without_index
 SPLITS = ("train", "validation")
 _CODES = {Rejected: "D202", NotAPrefix: "D203", AnswerDropped: "D204", TextDropped: "D213"}
 _TOKENIZED = 1 << 20
-"""Characters up to which the tokens of a row above --max-length are counted: a text of 10 MB takes gigabytes."""
+"""Above --max-length, tokens are counted only of rows with at most this many characters: 10 MB would take gigabytes."""
 
 
 def read_splits(task: Task, findings: Findings, train_limit: str | None = None) -> dict[str, Sequence[Any]]:
@@ -57,7 +57,7 @@ def read_splits(task: Task, findings: Findings, train_limit: str | None = None) 
 
 
 def bad_rows_of(split: str, findings: Findings) -> int:
-    """Return how many rows of a split are missing in what `read_splits` returned."""
+    """Return how many rows of a split `read_splits` left out."""
     return sum(findings.count(code, split) for code in ("D101", "D102", "D104"))
 
 
@@ -108,7 +108,7 @@ def encode_split(
 def _report_left_out(
     encode: SplitEncoder, examples: Sequence[Any], encoding: Encoding, findings: Findings, truncation: str
 ) -> None:
-    """Report the rows that were left out or truncated, without empty answers, which `read_texts` has reported."""
+    """Report the rows that were left out or truncated, except empty answers: `read_texts` has reported those."""
     split, rules = encoding.split, encode.rules
     for reason, rows in encoding.left_out.items():
         code = {rules.too_long: "D301", NOTHING_TO_LEARN: "D303", NO_PROMPT: "D309"}.get(reason, "D205")
@@ -123,7 +123,7 @@ def _report_left_out(
 
 
 def _length_needed(encode: SplitEncoder, examples: Sequence[Any], too_long: Sequence[int], split: str) -> str:
-    """The length of the longest text among these rows, for which --max-length could be raised."""
+    """The length of the longest text among these rows: with --max-length at this length, all of them would fit."""
 
     def characters(index: int) -> int:
         return sum(map(len, conversation(encode.task, examples, split, index).texts()))

@@ -22,19 +22,19 @@ from accel_sft.tools.check.findings import Findings
 DAMAGED = re.compile("[\ufeff\ufffd\x00-\x08\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac")
 """Signs of a wrong encoding: the replacement character, control characters, and UTF-8 read as Latin-1 or cp1252."""
 _TIMES, _FEWEST_LETTERS = 10, 5
-"""How many times as often the other label occurs, and its fewest letters, for a slip: Iran is not Iraq."""
+"""A label can be a slip of another that occurs so many times as often and has so many letters: Iran is not Iraq."""
 _MOST_LABELS = 1000
-"""With more different answers than this, they are taken for content, and none is reported."""
+"""If there are more different answers than this, they are not labels, and none is reported."""
 _NAMED, _COUNTED = 200, 12
-"""Maximum number of rows that are named for one label, and of labels whose rows are counted in a line."""
+"""Maximum number of rows that are named for one label, and of labels that the summary line counts."""
 _SENTENCE = ".,;:!?…。，！？、；：·()[]{}（）【】《》—–"
 _QUOTES = dict.fromkeys(map(ord, "'\"`‘’“”«»「」『』"))
 _MARKS = re.compile(rf"(?!!=|(?<!\w)\.\d)(?:(?<!\d)[{re.escape(_SENTENCE)}]|[{re.escape(_SENTENCE)}](?!\d))")
 
 
 class Labels:
-    """Counts answers, and where they are labels, reports those most likely misspelt, rare beside one spelt alike, and
-    those that are trained on and never tested."""
+    """Counts answers. If they are labels, reports rare labels that are spelt almost like a frequent label (most likely
+    misspelt), and labels that are trained on but never tested."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -60,12 +60,12 @@ class Labels:
         for place, (label, count) in enumerate(ranked):
             for other, times in ranked[:place]:
                 if _misspelt(label, other, times / count):
-                    detail = f"{label!r} stands {count:,} time{'s' * (count != 1)}, {other!r} {times:,} times"
+                    detail = f"{label!r} occurs {count:,} time{'s' * (count != 1)}, {other!r} {times:,} times"
                     for split, index in self._rows.pop(label, ()):
                         findings.add("D216", split, index, detail)
         for label, count in ranked if self._tested and is_complete else ():
             if label not in self._tested and self._rows.get(label) and label[:1] not in ("{", "["):  # JSON is no label
-                detail = f"{label!r} stands {count:,} time{'s' * (count != 1)} in train, never in validation"
+                detail = f"{label!r} occurs {count:,} time{'s' * (count != 1)} in train, never in validation"
                 findings.add("D218", *self._rows[label][0], detail)
         named = [f"{label} {count:,}" for label, count in ranked]
         rarest = f", ..., {named[-1]}" if len(named) > _COUNTED else ""
@@ -73,15 +73,15 @@ class Labels:
 
 
 def _misspelt(label: str, other: str, times: float) -> bool:
-    """Whether a label is the other but for case, white space and punctuation or, if rare, for one letter or the order
-    of letters. The first letter and digits are meant: typical and atypical, class 1 and class 2 are two labels."""
+    """Whether two labels differ only in case, white space and punctuation or, if `label` is rare, in one letter or the
+    order of letters. Another first letter or digit makes another label: typical and atypical, class 1 and class 2."""
     one, two = normalised(label), normalised(other)
     if one == two or times < _TIMES or len(two) < _FEWEST_LETTERS or one[:1] != two[:1]:
         return one == two != ""
     codes = SequenceMatcher(None, one, two).get_opcodes()
     edits = [(one[a:b], two[c:d]) for kind, a, b, c, d in codes if kind != "equal"]
     slip = sorted(one) == sorted(two) or (len(edits) == 1 and max(map(len, edits[0])) == 1)
-    # a character of Chinese is a word, and is no lower-case letter
+    # a Chinese character is a word, not a lower-case letter, so it is never a slip
     return slip and all(mark.islower() or mark in " _-'" for mark in "".join(map("".join, edits)))
 
 

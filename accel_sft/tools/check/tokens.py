@@ -1,5 +1,5 @@
-"""Checks all tokens of a split as arrays (control tokens, ends of turns), and finds rows that repeat each other, by
-hashes of their tokens. Every training run does so at its start."""
+"""Checks all tokens of a split as arrays (control tokens, ends of turns), and finds repeated rows by hashes of their
+tokens. Every training run makes these checks at its start."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from accel_sft.tools.check.texts import Labels
 _NAMED, _DETAILS = 5, 2
 """Maximum number of rows that one line names, and of their details."""
 _LABEL_TOKENS, _ROWS, _TOGETHER = 16, 5000, 125
-"""If most answers have at most this many tokens, they may be labels; and how many rows are read, in all and at a
-time."""
+"""Answers may be labels if their median length is at most `_LABEL_TOKENS`. At most `_ROWS` of them are read,
+`_TOGETHER` at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +43,8 @@ class TokenFacts:
     ends: np.ndarray
 
     def of_examples(self) -> TokenFacts:
-        """Return the facts about each example's last row, which has all of its turns; a text's windows are hashed
-        together."""
+        """Return one entry for each example: the facts about its last row, which has all turns of the example. The
+        windows of a raw text are hashed together."""
         last = np.append(self.indices[1:] != self.indices[:-1], True)
         facts = TokenFacts(*(getattr(self, field.name)[last] for field in dataclasses.fields(self)))
         rows = np.add.reduceat(self.rows, np.flatnonzero(np.append(True, last[:-1])))
@@ -79,7 +79,7 @@ def _facts_of(columns: Columns, bos: int | None, unknown_id: int | None, stops: 
 
 
 def _hashes(ids: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """64 bits of BLAKE2 of each span of tokens, uint64: among a billion, the chance that any two collide is 1/40."""
+    """A 64-bit BLAKE2 hash (uint64) of each span of tokens. Two of a billion spans collide with a chance of 1/40."""
     spans = zip(begins.tolist(), ends.tolist(), strict=True)
     digests = b"".join(hashlib.blake2b(ids[begin:end].data, digest_size=8).digest() for begin, end in spans)
     return np.frombuffer(digests, np.uint64)

@@ -42,8 +42,8 @@ Parse = Callable[[Sequence[str]], tuple[set[str], Callable[[], tuple[TrainConfig
 Offers = Mapping[type, Sequence[Setting]]
 """The settings that may be varied, by the class that defines them: the trainer's and the task's."""
 Params = Mapping[str, Any]
-"""The command line's parameters: of each setting in `Offers` the texts that were given, and the command's own options
-(`cli.options.COMPARISON`), `config_file` and `run_words`, the words behind --, which every run gets."""
+"""The command line's parameters: the texts given for each setting in `Offers`, the command's own options
+(`cli.options.COMPARISON`), `config_file`, and `run_words`: the words after `--`, which every run gets."""
 
 
 def run(
@@ -90,11 +90,11 @@ def run(
         rounds.run(record, folder, settings, keep_weights=params["keep_weights"])
         print(f"\n{folder}: comparison.csv, comparison.json", file=terminal())
         if not any(completed(entry) for entry in record["settings"]):
-            raise UserError("no setting came to its end; the reason of each is above")
+            raise UserError("no setting completed; the reasons are above")
         write_atomically(folder / PAGE, render([], [read_comparison(folder, folder.name)]))
     except OSError as error:
         what = f"{error.filename or folder}: {error.strerror or error}"
-        raise UserError(f"--output-dir {what}; fix it, and the same command with this folder goes on") from error
+        raise UserError(f"--output-dir {what}; fix it, and repeat the command with this folder to go on") from error
     print(f"{folder / PAGE}: open it in a browser", file=terminal())
 
 
@@ -108,15 +108,15 @@ def settings_of(
         for name in ("launch", "num_processes", "mixed_precision")
     )
     if wrong := [part for part in processes if not part.isdecimal() or int(part) < 1]:
-        raise UserError(f"--num-processes {wrong[0]!r}: expected whole numbers from 1, commas between")
+        raise UserError(f"--num-processes {wrong[0]!r}: expected whole numbers from 1, separated by commas")
     if wrong := [part for part in precisions if part not in _PRECISIONS]:
         raise UserError(f"--mixed-precision {wrong[0]!r}: not one of {', '.join(_PRECISIONS)}")
     words, named = [*params["run_words"]], {setting.name for setting in options}
     behind = parse(words)[0]
     for name in sorted(behind & {"output_dir", "resume", "dry_run"}):
-        raise UserError(f"{flag_of(name)} behind --: each run has its own from the comparison; leave it out")
+        raise UserError(f"{flag_of(name)} after --: the comparison sets it for each run; leave it out")
     if twice := [flag_of(name) for name in sorted(named & behind)]:
-        raise UserError(f"{', '.join(twice)}: given before and behind --; keep one")
+        raise UserError(f"{', '.join(twice)}: given before and after --; keep one")
     named |= behind
     if file := params["config_file"]:
         words = ["--config", str(expanded(file, "--config").absolute()), *words]
@@ -127,7 +127,7 @@ def settings_of(
 
 
 def _options(task_class: type[Task], offers: Offers, params: Params) -> dict[Setting, list[str]]:
-    """The values of each setting that was given; a task's texts may hold commas, so they are not split."""
+    """The values given for each setting, split at commas; texts of a task are not split, as they may contain commas."""
     options = {}
     for owner, offered in offers.items():
         for setting in offered:
@@ -143,7 +143,7 @@ def _launch_file(name: str) -> Path | None:
         return None
     file = shipped().get(name) or expanded(name, "--launch").absolute()
     if not file.is_file():
-        raise UserError(f"--launch {name!r}: no file, no name that `accel-sft launch-file` lists, and not {SINGLE}")
+        raise UserError(f"--launch {name!r}: no file, nor a name that `accel-sft launch-file` lists, nor {SINGLE}")
     return file
 
 
@@ -163,7 +163,7 @@ def _check(settings: Sequence[ComparedSetting], discard_steps: int, parse: Parse
             problems.append(f"{problem}; train more steps, or discard fewer")
         if config.profile and discard_steps < TRACED_STEPS:
             problem = f"--profile slows the first {TRACED_STEPS} steps"
-            problems.append(f"{problem}: --discard-steps {TRACED_STEPS} or more leaves them out of what is measured")
+            problems.append(f"{problem}: --discard-steps {TRACED_STEPS} or more leaves them out of the measurements")
         configs.append(config)
         tasks.append(task)
     if all(config.adapter == "none" for config in configs):
@@ -176,7 +176,7 @@ def _check(settings: Sequence[ComparedSetting], discard_steps: int, parse: Parse
 
 
 def _fingerprints(config_file: str | None, task_class: type[Task]) -> dict[str, str]:
-    """SHA-256 of the files, besides launch files, that decide what is trained, by what names them."""
+    """SHA-256 of the task's file and of the --config file, if there are any, by a description of the file."""
     fingerprints = {}
     if file := file_record(task_class):
         fingerprints[f"the task {file['path']}"] = file["sha256"]

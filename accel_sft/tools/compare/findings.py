@@ -1,4 +1,4 @@
-"""Ranks a comparison's settings, and states what was found: the best or fastest, what others cost, what disturbed."""
+"""Ranks a comparison's settings, and states the best or fastest, what the others cost, and what disturbed the runs."""
 
 import dataclasses
 import statistics
@@ -28,8 +28,8 @@ _LISTED = 8
 
 
 def findings(record: Mapping[str, Any]) -> list[str]:
-    """A sentence or two for each finding: of a sweep its best settings, and speed only if launches or layouts vary; of
-    a comparison of numbers of rows its learning curve. Speed is in tokens/s, as batch sizes may differ."""
+    """Return a sentence or two for each finding. A sweep gets its best settings, and speeds only if launches or layouts
+    vary; a comparison of numbers of rows gets its learning curve. Speed is in tokens/s, as batch sizes may differ."""
     settings = record["settings"]
     if learnt := [*learning_curve.in_sentences(record)]:
         return [*learnt, *_failures(settings)]
@@ -80,13 +80,13 @@ class SweptSetting:
 
 
 def swept(record: Mapping[str, Any]) -> list[str]:
-    """The varied options, except the seed, that change what a step computes; without any, this is no sweep."""
+    """The varied options, except the seed, that change what a step computes; if there are none, this is no sweep."""
     return [name for name in record["varied"] if name not in EXECUTION and name != SEED]
 
 
 def in_order(record: Mapping[str, Any]) -> list[Setting]:
-    """The record's settings; those of a sweep, unless it is of numbers of rows, with the best first and those without a
-    metric last."""
+    """Return the record's settings. A sweep's are sorted, unless it varies the number of rows: the best first, those
+    without a metric last."""
     if not swept(record) or learning_curve.of_rows(record):
         return record["settings"]
 
@@ -98,7 +98,7 @@ def in_order(record: Mapping[str, Any]) -> list[Setting]:
 
 
 def _ranked(record: Mapping[str, Any]) -> list[SweptSetting]:
-    """A sweep's settings that have a metric, the best first; of equal ones that with the lower validation loss."""
+    """A sweep's settings that have a metric, the best first; of equal ones, the lower validation loss first."""
     groups: dict[str, list[Setting]] = {}
     for entry in record["settings"] if swept(record) else ():
         if entry["status"] == COMPLETE and is_number(entry["median"].get("metric_after")):
@@ -141,8 +141,8 @@ def _best_settings(record: Mapping[str, Any]) -> Iterator[str]:
         which = " and ".join(setting.name for setting in (best, *alike))
         behind = max(abs(best.metric - other.metric) for other in alike)
         yield (
-            f"Undecided which is the best by {metric} after training: {which}. They differ by {shown(behind)} at most, "
-            "which other seeds or other examples may turn round."
+            f"Undecided which is the best by {metric} after training: {which}. They differ by {shown(behind)} at most; "
+            "other seeds or other examples may reverse their order."
         )
     else:
         yield f"{best.name} is the best by {metric} after training."
@@ -150,7 +150,7 @@ def _best_settings(record: Mapping[str, Any]) -> Iterator[str]:
     listed = [f"{one}{f', {verdict(test, words)}' if (test := tests.get(one.name)) else ''}" for one in settings]
     yield f"By {metric}, the best first: {'; '.join(listed[:_LISTED])}."
     if any(setting.spread is None for setting in settings):
-        yield "With one seed it is not known whether such differences repeat; --seed 1,2,3 tells."
+        yield "With one seed it is not known whether such differences repeat; --seed 1,2,3 shows it."
 
 
 def _undecided(best: SweptSetting, other: SweptSetting, test: Mapping[str, Any] | None) -> bool:
@@ -176,7 +176,7 @@ def _speed_and_memory(settings: Sequence[Setting]) -> Iterator[str]:
     best, *others = sorted(measured, key=lambda setting: -setting["median"][SPEED])
     speed = f"{shown(best['median'][SPEED])} tokens/s, {shown(best['median']['median_step_seconds'])} s a step"
     if any(_decided(best, setting) is None for setting in others):
-        yield "Which setting is the fastest is not known: one has a single round that counts; --repeat 3 runs more."
+        yield "The fastest setting is not known: one has a single round that counts; --repeat 3 runs more."
     elif close := [setting for setting in others if not _decided(best, setting)]:
         behind = max(1 - setting["median"][SPEED] / best["median"][SPEED] for setting in close)
         spread = max(setting["spread"][SPEED] for setting in (best, *close))
@@ -232,7 +232,7 @@ def _surroundings(settings: Sequence[Setting]) -> Iterator[str]:
     around = [run["environment"] for setting in settings for run in setting["runs"]]
     values = {key: {str(facts[key]) for facts in around if facts.get(key) is not None} for key in _FACTS}
     if others := [key for key, different in values.items() if len(different) > 1]:
-        yield f"Not the same around all runs: {', '.join(others)} (`environment` of each run in comparison.json)."
+        yield f"Conditions differ between runs: {', '.join(others)} (`environment` of each run in comparison.json)."
 
 
 def percent(share: float | None) -> str:

@@ -1,9 +1,9 @@
 """Forecasts what more training rows would bring, from a comparison of trainings on growing numbers of rows.
 
-A metric over the number of rows is taken to follow a power law towards a ceiling (Hestness and others, 2017, arXiv
-1712.00409), or a logistic curve over the logarithm of rows, as a task does that is learnt all at once. No single curve
-is chosen: each of a grid counts by how well it fits the measured points, and a forecast is what they say together, so
-that its interval is wide where they disagree.
+The metric is assumed to follow the number of rows by a power law towards a ceiling (Hestness and others, 2017, arXiv
+1712.00409) or, for a task that is learnt all at once, by a logistic curve over the logarithm of rows. No single curve
+is chosen: each curve of a grid is weighted by how well it fits the measured points. A forecast combines all curves, so
+its interval is wide where they disagree.
 """
 
 import dataclasses
@@ -24,20 +24,20 @@ _LEVELS = (0.025, 0.5, 0.975)
 _DRAWS = 8000
 """Number of random draws; an interval's ends are quantiles of them."""
 _NOISES = (0.005, 0.01, 0.02, 0.04, 0.08)
-"""Standard deviations of a run around its curve that are tried, as shares of the metric's range."""
+"""Standard deviations of a run from its curve: the values to try, as shares of the metric's range."""
 _FARTHER = 0.5
-"""Share by which that standard deviation grows with every halving or doubling of the rows: small sizes count less, as
-what comes next is told by the largest ones."""
+"""Share by which that standard deviation grows with every halving or doubling of the rows: small sizes count less,
+since the largest sizes say most about the next ones."""
 _LEAST, _STEEP = 0.4, 2.0
-"""Factors on that standard deviation: where a curve is flat, and for each unit by which it rises with a doubling of the
-rows, as a seed that learns a little earlier ends far above the others there."""
+"""That standard deviation is multiplied by `_LEAST + _STEEP * rise`, where `rise` is the curve's rise with a doubling
+of the rows: on a steep curve, a seed that learns a little earlier ends far above the others."""
 _MISFIT = 0.3
 """Extra standard deviation of a forecast per doubling ahead, as a share of the curve's last rise with a doubling: a job
 that is still being learnt follows no curve exactly. Fitted to the jobs of benchmarks/learning_curves.py."""
 _FREEDOM = 4
-"""Degrees of freedom of Student's t, with which a run that ended badly does not bend the curve."""
+"""Degrees of freedom of Student's t: its tails are heavy, so that a run that ended badly does not bend the curve."""
 _AHEAD = 6
-"""Number of doublings of the rows up to which the end of the gain is searched."""
+"""The end of the gain is searched up to this many doublings of the rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Curve:
 
     @property
     def fell(self) -> int | None:
-        """The rows after which each seed was better than after all rows, in the mean by what the examples show."""
+        """The number of rows after which each seed was better than after all rows, by `detectable` in the mean."""
         last = [self.better * value for value in self.metrics[-1]]
         for size, metrics in zip(self.sizes, self.metrics, strict=True):
             values = [self.better * value for value in metrics]
@@ -65,7 +65,7 @@ class Curve:
 
     @property
     def bounded(self) -> bool:
-        """Whether the metric is a share, from 0 to 1, as far as one can see."""
+        """Whether the metric seems to be a share: all measured values are from 0 to 1."""
         return all(0 <= value <= 1 for values in self.metrics for value in values)
 
 
@@ -84,7 +84,7 @@ def read_curve(record: Mapping[str, Any]) -> Curve | None:
     if len(by_size) < FEWEST_SIZES:
         return None
     tests = [test for test in (record.get("paired") or {}).values() if test]
-    # equal answers say nothing of how far others would differ
+    # runs with equal answers say nothing about how far others would differ
     errors = [test["standard_error"] for test in tests if test["standard_error"] > 0]
     return Curve(
         sizes=sorted(by_size),
@@ -95,8 +95,8 @@ def read_curve(record: Mapping[str, Any]) -> Curve | None:
 
 
 def forecast(curve: Curve, rows: Sequence[int]) -> list[dict[str, float]]:
-    """The `value` that is expected of trainings on other numbers of `rows`, as a mean over as many seeds as were
-    measured, scored on the same validation examples; `low` to `high` is its 95% interval."""
+    """Forecast the metric after trainings on other numbers of `rows`: `value`, the mean over as many seeds as were
+    measured, on the same validation examples, and its 95% interval, `low` to `high`."""
     import numpy as np
 
     most, draws = curve.sizes[-1], np.random.default_rng(0)
@@ -132,8 +132,8 @@ def forecast(curve: Curve, rows: Sequence[int]) -> list[dict[str, float]]:
 
 
 def _unit(curve: Curve) -> tuple[float, float]:
-    """What is taken from the metric, and by what the rest is divided, so that 1 is the best that can be thought of: of
-    a metric that is no share, the largest number of rows has half of what can be gained."""
+    """Return (offset, scale): (metric - offset) / scale is 1 for the best possible value. If the metric is no share,
+    the largest number of rows is assumed to bring half of the possible gain."""
     if curve.bounded:
         return (0.0, 1.0) if curve.better > 0 else (1.0, -1.0)
     first, last = (statistics.mean(curve.metrics[at]) for at in (0, -1))
@@ -142,8 +142,8 @@ def _unit(curve: Curve) -> tuple[float, float]:
 
 
 def _grid(multiples: Any, bounded: bool) -> tuple[Any, Any]:
-    """Many curves at these multiples of the largest number of rows, and by how much each rises there with a doubling of
-    the rows; both (multiples, curves)."""
+    """Return the values of many curves at these multiples of the largest number of rows, and the rise of each curve
+    there with a doubling of the rows; both have the shape (multiples, curves)."""
     import numpy as np
 
     axes = np.meshgrid(np.linspace(0, 1, 121), np.linspace(0, 1, 31), np.geomspace(0.05, 3, 24))
@@ -178,7 +178,7 @@ def learnt(record: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def in_sentences(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what was measured, what twice as many rows would bring, and from where on more would show nothing."""
+    """Yield what was measured, what twice as many rows would bring, and how many rows are enough."""
     if not (curve := record.get("learning_curve")):
         return
     metric, ahead, smallest = record["main_metric"], curve["forecast"], curve["detectable"]
@@ -191,14 +191,14 @@ def in_sentences(record: Mapping[str, Any]) -> Iterator[str]:
         points.append(f"{shown(statistics.mean(values))}{reach} with {rows:,} rows")
     yield f"{metric} after training is {', '.join(points)}."
     if len({point["metric"] for point in curve["measured"]}) == 1:
-        yield "All trainings ended alike, which says nothing of more rows: train longer, or on fewer rows."
+        yield "All trainings ended alike, which says nothing about more rows: train longer, or on fewer rows."
         return
     if fell := curve["fell"]:
         worse = f"{metric} was better after {fell:,} rows than after {max(by_rows):,}, so nothing is forecast"
         yield f"{worse}: see whether the later rows are of another kind, or train longer."
         return
     now, twice = ahead[0], ahead[2]
-    # both of the curve: what was measured of the largest part alone has the noise of its seeds
+    # both values are forecasts: the value measured with the most rows has the noise of its seeds
     yield (
         f"With {twice['rows'] - now['rows']:,} more rows ({twice['rows']:,} in all) {metric} is forecast at "
         f"{shown(twice['value'])} (95%: {shown(twice['low'])} to {shown(twice['high'])}), a change of "
@@ -207,10 +207,10 @@ def in_sentences(record: Mapping[str, Any]) -> Iterator[str]:
     if smallest is None:
         return
     enough = next(point["rows"] for point in ahead if abs(ahead[-1]["value"] - point["value"]) < smallest)
-    farthest = ahead[-1]["rows"] / 4  # what comes after it is looked at, too, to see whether the gain ends there
+    farthest = ahead[-1]["rows"] / 4  # the forecast goes farther, to see whether the gain ends here
     end = (
-        f"rows beyond about {enough:,} are not expected to bring one. Hold out more examples to see smaller gains."
+        f"beyond about {enough:,} rows no larger gain is expected. Hold out more examples to see smaller gains."
         if enough < farthest
-        else f"the forecast shows no end of such gains up to {farthest:,.0f} rows."
+        else f"up to {farthest:,.0f} rows the forecast shows no end of larger gains."
     )
-    yield f"The validation examples show no difference below {shown(smallest)}, and {end}"
+    yield f"The validation examples show no difference below {shown(smallest)}; {end}"

@@ -29,8 +29,8 @@ from accel_sft.tools.report.runs import COMPARISON, SCHEMA
 
 
 def open_record(folder: Path, wanted: Mapping[str, Any], settings: Sequence[ComparedSetting]) -> dict[str, Any]:
-    """Return the record of the comparison in `folder`: a new record, or the one that an earlier start left there. Of
-    `wanted`, the record's other keys, `repeat` and `time_limit_minutes` may be others than there."""
+    """Return the record of the comparison in `folder`: a new record, or the one that an earlier start left there.
+    `wanted` has the record's other keys, such as `repeat`; its values replace those of the earlier start."""
     path = folder / COMPARISON
     entries = [_entry(setting) for setting in settings]
     if not path.exists():
@@ -43,10 +43,10 @@ def open_record(folder: Path, wanted: Mapping[str, Any], settings: Sequence[Comp
     if record.get("schema") != SCHEMA:
         raise UserError(f"{path}: not the record of a comparison; name another --output-dir")
     if _measured_alike(record) != _measured_alike({**wanted, "settings": entries}):
-        problem = "a comparison of other settings or files; name another folder, or go on with the command"
+        problem = "a comparison of other settings or files; name another folder, or repeat the command"
         raise UserError(f"--output-dir {folder}: {problem} in its {COMPARISON}")
     for entry, before in zip(entries, record["settings"], strict=True):
-        entry["runs"] = [run for run in before["runs"] if (folder / run["folder"]).is_dir()]  # others are made again
+        entry["runs"] = [run for run in before["runs"] if (folder / run["folder"]).is_dir()]  # others run again
     return {**record, **wanted, "settings": entries, "status": "running"}
 
 
@@ -101,7 +101,7 @@ def run(record: dict[str, Any], folder: Path, settings: Sequence[ComparedSetting
 def _due(
     record: dict[str, Any], settings: Sequence[ComparedSetting]
 ) -> Iterator[tuple[int, ComparedSetting, dict[str, Any]]]:
-    """Yield round, setting and record entry of each run still to be made; a setting that only failed is given up."""
+    """Yield round, setting and record entry of each run still to be made; none if all runs of the setting failed."""
     for number in range(1, record["repeat"] + 1):
         for setting, entry in zip(settings, record["settings"], strict=True):
             failed = entry["runs"] and not completed(entry)
@@ -112,7 +112,7 @@ def _due(
 def _run_once(
     record: dict[str, Any], folder: Path, setting: ComparedSetting, number: int, status: Status, title: str
 ) -> dict[str, Any]:
-    """Run a setting once and return the run's record; an earlier attempt's processes and files are removed before."""
+    """Run a setting once and return the run's record; first end an earlier attempt and remove its files."""
     place = folder / "runs" / setting.folder
     run_dir, log = RunDir(place / f"round-{number}"), place / f"round-{number}.log"
     end_all(run_dir.path)
@@ -133,7 +133,7 @@ def _run_once(
         shutil.rmtree(run_dir.path, ignore_errors=True)
         raise
     word, reason = outcome(ended, run_dir, log, limit)
-    run_dir.path.mkdir(exist_ok=True)  # a launch that failed early made none, but a folder marks the run as made
+    run_dir.path.mkdir(exist_ok=True)  # a launch that failed early made no folder, but a folder marks the run as made
     return {
         "round": number,
         "status": word,

@@ -34,8 +34,8 @@ class ComparedSetting:
     Attributes:
         values: every given value by option, the launcher's options included; secrets are left out.
         launch: `processes` and `precision`, as the launch file and its flags decide.
-        launcher, words: the command's words before `-m accel_sft` and behind it.
-        environment: environment variables that its launch gets besides the user's own.
+        launcher, words: the command's words before `-m accel_sft` and after it.
+        environment: environment variables that its launch gets in addition to the user's own.
         fingerprint: SHA-256 of the launch file and of the DeepSpeed JSON that it names; "" without a launch file.
     """
 
@@ -64,7 +64,7 @@ class ComparedSetting:
 
 def split_values(setting: Setting, texts: Sequence[str], *, unsplit: bool = False) -> list[str]:
     """Return the values in the texts given to an option, split at commas; equal values (1e-4, 0.0001) count once. With
-    `unsplit` values may contain commas, so that each text is one value."""
+    `unsplit` each text is one value, which may contain commas."""
     parts = [part.strip() for text in texts for part in ([text] if unsplit else text.split(","))]
     if "" in parts and not unsplit:
         raise UserError(f"{setting.flag} {','.join(texts)}: a value between two commas is empty; remove a comma")
@@ -85,7 +85,7 @@ def product(
     run_words: Sequence[str],
 ) -> tuple[list[ComparedSetting], list[str]]:
     """Return every combination of values, the last option changing fastest, and the names of the options that vary.
-    `launches` has launch files by the name they were given with, None for `SINGLE`, which ignores --num-processes."""
+    `launches` maps the names given with --launch to files, and `SINGLE`, which ignores --num-processes, to None."""
     given = {"num_processes": processes, "mixed_precision": precisions}
     given |= {option.name: values for option, values in options.items()}
     axes = {"launch": [*launches], **{name: values for name, values in given.items() if values}}
@@ -139,10 +139,10 @@ def _launch(file: Path | None, chosen: Mapping[str, str]) -> dict[str, Any]:
     launch = assume_precision(launch, this_machine_computes_bf16())
     flags += sized(launch, launch.world_size)[2:]  # under tensor parallelism all processes share each matrix
     if launch.machines > 1:
-        problem = f"it is of {launch.machines} machines; compare starts launches here"
+        problem = f"it is for {launch.machines} machines; compare starts launches on this machine only"
         raise UserError(f"--launch {chosen['launch']}: {problem}")
     facts = {"processes": launch.world_size, "precision": launch.precision[0]}
-    # port 0 is any free port: a fixed one that another launch uses would make this launch fail, and only later
+    # port 0 is any free port: with a fixed port that another launch uses, this launch would fail, and only later
     words = ["-m", "accelerate.commands.launch", "--config_file", str(file), "--main_process_port", "0", *flags]
     content = launch.text + repr(launch.json)
     digest = hashlib.sha256(content.encode()).hexdigest()

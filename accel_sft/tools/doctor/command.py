@@ -87,7 +87,7 @@ def doctor(files: tuple[Path, ...], output_dir: Path, as_json: bool) -> None:
 
 
 def _printed(heading: str, made: Iterable[list[Finding]], as_json: bool) -> list[Finding]:
-    """Return the findings of some checks; unless they are for JSON, each is printed as soon as it is made."""
+    """Return the findings of some checks; unless the report is JSON, print each finding as soon as it is made."""
     findings: list[Finding] = []
     for new in made:
         if new and not findings and not as_json:

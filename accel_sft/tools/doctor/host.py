@@ -66,8 +66,8 @@ def shared_memory(machine: Machine) -> Iterator[Finding]:
     usage = shutil.disk_usage(SHARED_MEMORY)
     words = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB of shared memory free"
     if usage.free < LITTLE_SHARED_MEMORY and machine.devices > 1:
-        fix = "start the container with --shm-size=1g or --ipc=host; or remove what ended programs left there"
-        yield warning(f"{words}: NCCL fails between GPUs where it is full", fix)
+        fix = "start the container with --shm-size=1g or --ipc=host; or remove files that ended programs left there"
+        yield warning(f"{words}: NCCL between GPUs fails if it is full", fix)
     else:
         yield ok(words)
 
@@ -143,11 +143,11 @@ def imports(machine: Machine) -> Iterator[Finding]:
     libraries = LIBRARIES[:-1] if sys.platform == "darwin" else LIBRARIES  # on macOS DeepSpeed is not installed
     for name in libraries:
         if failure := facts.imports.get(name):
-            fix = f'{sys.executable} -c "import {name}" shows all of it; then install it again'
+            fix = f'{sys.executable} -c "import {name}" shows the whole error; then install it again'
             yield problem(f"{name} cannot be imported: {failure}", fix)
     if facts.fault:
-        fix = "the same step in a Python of your own shows more: the driver, or a build for another CPU or system"
-        yield problem(f"torch and DeepSpeed could not be asked: {facts.fault}", fix)
+        fix = "run this step in Python to see more; likely causes: the driver, or a build for another CPU or system"
+        yield problem(f"torch and DeepSpeed could not be checked: {facts.fault}", fix)
     elif not any(map(facts.failure, libraries)):
         yield ok(f"{', '.join(libraries)} can be imported")
 
@@ -165,7 +165,7 @@ def gpus(machine: Machine) -> Iterator[Finding]:
     kinds = ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
     if names:
         hidden = " (CUDA_VISIBLE_DEVICES hides all)" if _hidden() else ""
-        seen = f", of which torch sees {machine.devices}{hidden}" if machine.devices != len(names) else ""
+        seen = f"; torch sees {machine.devices} of them{hidden}" if machine.devices != len(names) else ""
         yield ok(f"{kinds}{seen}" + (f"; driver {facts.driver}" if facts.driver else ""))
     elif not facts.driver_failure:
         yield ok("none; training runs on the CPU")
@@ -173,7 +173,7 @@ def gpus(machine: Machine) -> Iterator[Finding]:
         used, busy = row.get("used", 0), row.get("busy", 0)
         if used > USED * row.get("total", math.inf) or busy >= 100 * LOST:
             what = f"GPU {index} is in use: {busy}% of the time, {used / GIB:.1f} GiB"
-            yield warning(what, "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES chooses others")
+            yield warning(what, "nvidia-smi shows by which process; CUDA_VISIBLE_DEVICES chooses other GPUs")
     for index, failure in facts.device_failures.items():
         fix = "update the driver, or install a build of torch for this kind of GPU; CUDA_VISIBLE_DEVICES leaves it out"
         yield problem(f"GPU {index} cannot compute: {failure}", fix)
@@ -214,10 +214,10 @@ def cuda(machine: Machine) -> Iterator[Finding]:
 
 
 def bf16(machine: Machine) -> Iterator[Finding]:
-    """Report in which precision launch files that name none compute here."""
+    """Report the precision that launch files without a precision get on this machine."""
     facts = machine.torch
     words = f"{facts.bf16_why}: launch files that name no precision compute in "
     if facts.device_names and not facts.bf16_native:
-        yield warning(f"{words}float32", "--mixed_precision fp16 in front of -m is faster")
+        yield warning(f"{words}float32", "--mixed_precision fp16 before -m is faster")
     elif facts.bf16_why:
         yield ok(f"{words}{'bf16' if facts.bf16_native else 'float32'}")

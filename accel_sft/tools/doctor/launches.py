@@ -1,4 +1,4 @@
-"""Checks what launches need here, DeepSpeed's operators and ranks that reach each other, and which files work."""
+"""Checks what launches need (DeepSpeed's operators, ranks that reach each other), and which launch files work here."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from accel_sft.launch.info import Launch
 from accel_sft.tools.doctor.machine import LIBRARIES, Finding, Machine, ask, ok, problem, script, warning
 
 EXCHANGE_SECONDS = {"gloo": 30, "nccl": 120}
-"""Time limit for adding up, once a rank has imported torch. NCCL first searches the machine's links and loads its
+"""Time limit of the all-reduce, once a rank has imported torch. NCCL first searches the machine's links and loads its
 kernels: tens of seconds on a busy machine with eight GPUs."""
 RANKS_SECONDS = 420.0
 """Time limit for everything that ranks do, including the import of torch."""
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node")
 _RANK_FIXES = {
-    "gloo": "see that this host's name resolves to one of its addresses (getent hosts $(hostname)); or else set "
-    "GLOO_SOCKET_IFNAME=lo for one machine",
+    "gloo": "make this host's name resolve to one of its addresses (getent hosts $(hostname)); for launches on one "
+    "machine, GLOO_SOCKET_IFNAME=lo is enough",
     "nccl": "NCCL_DEBUG=INFO shows where it stops; where GPUs cannot reach each other directly: NCCL_P2P_DISABLE=1",
 }
 
@@ -36,7 +36,7 @@ def operators(machine: Machine) -> Iterator[Finding]:
         if state["failure"]:
             machine.unusable[name] = f"{name} cannot be loaded"
             fix = f"rm -r {Path(state['library']).parent}: the next launch compiles it anew"
-            yield problem(f"{name} is compiled, and cannot be loaded: {state['failure']}", fix)
+            yield problem(f"{name} is compiled but cannot be loaded: {state['failure']}", fix)
         elif obstacles:  # a launch is refused even with a compiled operator, since another torch would compile it anew
             for obstacle in obstacles:
                 yield warning(f"{name}: {_lacking(obstacle)}", obstacle.fix)
@@ -79,7 +79,7 @@ def exchange_failure(backend: str, ranks: int, seconds: int) -> str:
 
 
 def launch_file(machine: Machine, file: Path) -> Finding:
-    """Whether a launch with this file would work here, `yes` or `no`, and why not or what to know before it."""
+    """Say whether a launch with this file would work here (`yes` or `no`), and why not, or what to know before."""
     why, fix = "", ""
     try:
         # the last library is DeepSpeed, which only some launch files need
@@ -100,7 +100,7 @@ def launch_file(machine: Machine, file: Path) -> Finding:
 
 
 def _unusable(machine: Machine, launch: Launch) -> str:
-    """Return why DeepSpeed, its operators or a group of ranks, which this launch needs, fail here; "" if none does."""
+    """Return why what this launch needs (DeepSpeed, its operators, a group of ranks) fails here; "" if all works."""
     if launch.backend == "deepspeed" and (reason := machine.torch.failure("deepspeed")):
         return reason
     compiled = operators_of(launch)

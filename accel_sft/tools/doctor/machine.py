@@ -60,8 +60,8 @@ class Machine:
         return fitted(launch_of_yaml(file, *self.flags(file)), self.devices)
 
     def flags(self, file: Path) -> tuple[str, ...]:
-        """The launcher's flag that starts one process for each GPU; empty if the file does so, or without GPUs, or if
-        the file's groups of ranks do not fit here (the audit then names another file)."""
+        """The launcher's flag that starts one process for each GPU. Empty without GPUs, if the file needs no such flag,
+        or if the file's groups of ranks do not fit here (the audit then names another file)."""
         own = fitted(launch_of_yaml(file), self.devices)
         wanted = self.devices * own.machines
         differs = wanted > own.world_size or (own.machines > 1 and wanted < own.world_size)
@@ -76,7 +76,7 @@ class Machine:
             findings = [problem(line) for line in error.problems]  # the message already says how to fix it
         except Exception as error:  # noqa: BLE001 - whatever breaks one check, the others are still reported
             what = f"the check failed: {type(error).__name__}: {error}"
-            findings = [problem(what, "nothing is known of this; please report the line")]
+            findings = [problem(what, "this error is unexpected; please report the line")]
         return [dataclasses.replace(finding, subject=name) for finding in findings]
 
 
@@ -86,8 +86,8 @@ class TorchFacts:
 
     Attributes:
         driver_cuda: the newest CUDA that the NVIDIA driver runs, as 1000 * major + 10 * minor.
-        driver_gpus: by the driver's index of a GPU its `name`, its memory in bytes (`total`, `used`), and in what
-            percentage of the time it was `busy`; what the driver does not say is missing.
+        driver_gpus: by the driver's index of a GPU its `name`, its memory in bytes (`total`, `used`), and the
+            percentage of time in which it was `busy`; what the driver does not report is missing.
         imports: why a library cannot be imported, by its name; "" if it can.
         device_failures: by torch's index of a GPU, why it cannot compute.
         cuda_complaint: torch's warning if it sees no GPU.
@@ -118,7 +118,7 @@ class TorchFacts:
         """Why a launch cannot use a library, in a few words; empty if it can."""
         if library in self.imports:
             return f"{library} cannot be imported" if self.imports[library] else ""
-        return "torch and DeepSpeed could not be asked"
+        return "torch and DeepSpeed could not be checked"
 
 
 def torch_facts(seconds: float = FACTS_SECONDS) -> TorchFacts:
@@ -156,7 +156,7 @@ class Answer(NamedTuple):
 
 
 def ask(command: Sequence[str], seconds: float) -> Answer:
-    """Run a program to its end, or kill it after the time limit; with its children, such as torchrun's ranks."""
+    """Run a program to its end, or kill it after the time limit with its children, such as torchrun's ranks."""
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -179,7 +179,7 @@ def ask(command: Sequence[str], seconds: float) -> Answer:
 
 
 def script(*arguments: str, launcher: Sequence[str] = ()) -> list[str]:
-    """The command that runs `torch_script` with this Python, for ranks below a launcher's module and options."""
+    """The command that runs `torch_script` with this Python. For ranks, `launcher` starts the launcher."""
     return [sys.executable, *launcher, "-m", "accel_sft.tools.doctor.torch_script", *arguments]
 
 

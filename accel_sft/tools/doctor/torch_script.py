@@ -1,6 +1,6 @@
-"""What `doctor` runs in processes of its own: torch's facts, and a rank's exchange.
+"""What `doctor` runs in separate processes: collecting torch's facts, and a rank's exchange.
 
-A broken driver or library may crash or hang its process. The facts are lines of JSON: those printed before still count.
+A broken driver or library may crash or hang its process. Facts are lines of JSON, so those printed before still count.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ ROUNDS = 5
 COPIED = 1 << 28
 """Bytes of a copy between host and GPU: it takes some ten milliseconds."""
 ELEMENTS = 1 << 20
-"""How many numbers each rank gives to be added up."""
+"""How many numbers each rank contributes to the all-reduce."""
 
 
 def tell(**facts: Any) -> None:
@@ -55,7 +55,7 @@ def facts() -> None:
 
 
 def _driver() -> None:
-    """Tell what NVML says of the driver and all GPUs, those too that CUDA_VISIBLE_DEVICES hides."""
+    """Print what NVML says about the driver and all GPUs, including those that CUDA_VISIBLE_DEVICES hides."""
     import pynvml as nvml
 
     try:
@@ -104,7 +104,7 @@ def _devices(torch: Any) -> None:
     tell(step="copy between host and GPUs")
     for index in range(cuda):
         speeds: dict[str, float] = {}
-        with contextlib.suppress(RuntimeError):  # its memory is full, which the check of GPUs tells
+        with contextlib.suppress(RuntimeError):  # the GPU's memory is full, which the check of GPUs reports
             speeds = _copies(torch, f"cuda:{index}")
         tell(copies={str(index): speeds})
     native, why = computes_bf16(torch.device("cuda:0" if cuda else "cpu"))
@@ -112,7 +112,7 @@ def _devices(torch: Any) -> None:
 
 
 def _copies(torch: Any, device: str, pinned: bool = True) -> dict[str, float]:
-    """GB/s from pinned memory of the host, which loaders and offload use, to the device, and back."""
+    """GB/s from the host's pinned memory, which data loaders and offload use, to the device, and back."""
     on_device = torch.empty(COPIED, dtype=torch.uint8, device=device)
     on_host = torch.zeros(COPIED, dtype=torch.uint8, pin_memory=pinned)
     wait = functools.partial(torch.cuda.synchronize, device) if pinned else lambda: None
@@ -130,7 +130,7 @@ def _copies(torch: Any, device: str, pinned: bool = True) -> dict[str, float]:
 
 
 def _operators() -> None:
-    """Tell which operators are compiled in the folder that this user's launches use, and whether they can be loaded."""
+    """Print which operators are compiled in the folder that this user's launches use, and whether they load."""
     from torch.utils.cpp_extension import _import_module_from_library
 
     from accel_sft.launch.deepspeed_ops import OPERATORS, audit_locks, library
@@ -151,7 +151,7 @@ def _words(error: BaseException) -> str:
 
 
 def rank(backend: str, seconds: str) -> None:
-    """Add up numbers with the other ranks (an all-reduce); print why it failed, and exit with status 1 then."""
+    """Add up numbers with the other ranks (an all-reduce). If that fails, print why and exit with status 1."""
     import datetime
 
     import torch
@@ -173,7 +173,7 @@ def rank(backend: str, seconds: str) -> None:
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
         failure = first_line(error)
     if failure:
-        # in one write with its line break, which print() makes two of where Python is unbuffered: ranks share the pipe
+        # in one write with the line break, as ranks share the pipe: print() makes two writes if Python is unbuffered
         sys.stdout.write(f"rank {number}: {failure}\n")
         sys.stdout.flush()
     # destroying the group would hold the GIL until gloo's threads end, and they may wait for the GIL

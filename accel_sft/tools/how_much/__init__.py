@@ -1,1 +1,1 @@
-"""The tool `how-much`: what more training rows would bring, by trainings on ever more of those that are there."""
+"""The tool `how-much`: trains on growing parts of the rows, to forecast what more training rows would bring."""

@@ -1,4 +1,4 @@
-"""The command `how-much`: trains on ever more of a task's rows, and forecasts what further rows would bring."""
+"""The command `how-much`: trains on growing parts of a task's rows, and forecasts what further rows would bring."""
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
@@ -12,15 +12,15 @@ from accel_sft.tools.compare.learning_curve import FEWEST_SIZES, ROWS
 FEWEST_ROWS = 8
 """Minimum number of rows of a training, unless `--sizes` names fewer."""
 _DEFAULTS = {**compare.DEFAULTS, "eval_every": "auto"}
-"""Default options of each training; a small share of the rows may have hundreds of epochs."""
+"""Default options of each training. `epoch` would evaluate too often: a small part may have hundreds of epochs."""
 _VARIED = (ROWS, "seed")
 
 
 def run(task: str, task_class: type[Task], offers: Offers, params: Params, parse: Parse) -> None:
     """Compare trainings on nested parts of the rows, the smallest first, each with several seeds. The parameters are
-    those of `compare`, with `sizes` and `seeds` in place of the options that are varied here."""
+    those of `compare`, with `sizes` and `seeds` instead of the options that are varied here."""
     if taken := [flag_of(name) for name in _VARIED if name in parse([*params["run_words"]])[0]]:
-        raise UserError(f"{', '.join(taken)} behind --: how-much sets it for each training; see --sizes and --seeds")
+        raise UserError(f"{', '.join(taken)} after --: how-much sets it for each training; use --sizes and --seeds")
     once = {**params, "repeat": 1, "discard_steps": 0}
     one_each, varied = compare.settings_of(task, task_class, offers, once, parse, _DEFAULTS)
     if varied:

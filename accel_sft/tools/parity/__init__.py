@@ -1,1 +1,1 @@
-"""Whether what a server answers is what was trained, and what is the likely cause if not."""
+"""The tool `parity`: compares a server's answers with those of the trained weights, and names why they differ."""

@@ -1,4 +1,4 @@
-"""`accel-sft parity`: compares what a server answers with what the run's own weights answer."""
+"""`accel-sft parity`: compares a server's answers with those of the run's own weights."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ from accel_sft.io import terminal
 from accel_sft.io.run_record import recorded_options
 
 NOISE_FLOAT32, NOISE_REDUCED = 2e-4, 5e-2
-"""Nats between log-probabilities, on average, up to which two libraries differ in float32, and in 16 bits."""
+"""Mean difference of log-probabilities, in nats, that is normal between two libraries: in float32, and in 16 bits."""
 EXAMPLES = """\b
 For example:
   accel-sft parity runs/math-20261120-101500 --url http://127.0.0.1:8000/v1
@@ -29,23 +29,24 @@ For example:
 
 @click.command(epilog=EXAMPLES)
 @click.argument("run", type=click.Path(), metavar="RUN")
-@click.option("--url", required=True, metavar="URL", help="An OpenAI-compatible server, as http://127.0.0.1:8000/v1.")
-@click.option("--model", metavar="NAME", help="The server's name of the model; default: its only one.")
-@click.option("--examples", type=click.IntRange(1), default=20, show_default=True, help="Validation examples asked.")
+@click.option("--url", required=True, metavar="URL", help="An OpenAI-compatible server: http://127.0.0.1:8000/v1.")
+@click.option("--model", metavar="NAME", help="The model's name on the server; default: the only model there.")
+@click.option("--examples", type=click.IntRange(1), default=20, show_default=True, help="Validation examples to ask.")
 @click.option("--same-data", is_flag=True, help="Read the files that the run's record names, and send their prompts.")
 @click.option("--task", metavar="TASK", help="The run's task, if it was a file: ./mytask.py.")
 @click.option("--key-from", metavar="NAME", help="The environment variable that has the key [ACCEL_SFT_API_KEY].")
 @click.option("--timeout", type=click.IntRange(1), default=600, show_default=True, help="Seconds for one answer.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output, nothing else there.")
+@click.option("--json", "as_json", is_flag=True, help="Print only JSON on standard output.")
 @click.option("--debug", is_flag=True, help="Tracebacks, and the libraries' own messages.")
 @click.pass_context
 def parity(ctx: click.Context, run: str, as_json: bool, **options: Any) -> None:
-    """Compare what is served with what was trained.
+    """Compare a server's answers with those of the trained weights.
 
-    RUN is a run's folder; its best/ weights, or else final/, answer here what the server is asked there: prompts of the
-    task's validation examples. Where answers differ, likely causes are tested: context, chat template, a missing
-    adapter, stop token. Exit status: 0 if the answers are the run's, but for near ties of rounding; 1 if not.
+    RUN is a run's folder. Its weights (in best/, or in final/ if there is no best/) and the server get the same
+    prompts: those of the task's validation examples. If answers differ, likely causes are tested: context, chat
+    template, a missing adapter, stop token. Exit status: 0 if the answers agree, except where rounding decides a near
+    tie; 1 if not.
     """
     begin_command(ctx, debug=options["debug"])
     result = compared(run, options)
@@ -74,10 +75,10 @@ def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     from accel_sft.training.prepare import Assembly
 
     if trained.raw_text:
-        raise UserError(f"RUN {run}: raw text has no answers; hold the server's /v1/completions to accel-sft generate")
+        raise UserError(f"RUN {run}: raw text has no answers; compare /v1/completions with accel-sft generate")
     word = options["task"] or record["task"]
     if recorded_name(word) != record["task"]:
-        raise UserError(f"--task {word}: {run} was trained for {record['task']}; name that")
+        raise UserError(f"--task {word}: {run} was trained for {record['task']}; name that task")
     task_class = load(word)
     own = recorded_options(record, settings(task_class), None, f"RUN {run}", same_data=options["same_data"])
     task = build(word, task_class, own)
@@ -87,7 +88,7 @@ def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     config = EvaluateConfig(model=trained.weights, eval_limit=options["examples"], **given)
     config = dataclasses.replace(trained.settings(config, "seed"), load_in_4bit=trained.in_4bit)
     endpoint = Endpoint(options["url"], options["model"], options["key_from"], options["timeout"])
-    endpoint.text_tokens(".")  # a server that is not there is told before weights are loaded
+    endpoint.text_tokens(".")  # a missing server is reported before weights are loaded
     with terminal.quiet(None, config.debug, shown_on=2) as out:
         for line in trained.notes:
             print(terminal.wrapped(line), file=out)
@@ -143,13 +144,13 @@ def _result(reference: Any, endpoint: Any) -> dict[str, Any]:
 
 
 def _log_probabilities(pairs: Sequence[Any], dtype: str) -> dict[str, Any] | None:
-    """How far the server's log-probabilities are from the run's, for the same prompts; None if it gives none."""
+    """How far the server's log-probabilities are from the run's, for equal prompts; None if the server gives none."""
     off = [value for pair in pairs if not pair.misread for value in pair.off]
     if not off:
         return None
     mean = statistics.fmean(off)
     same_bits = mean <= (NOISE_FLOAT32 if dtype == "float32" else NOISE_REDUCED)
-    precision = f"as {dtype} in two libraries" if same_bits else f"more than {dtype} explains: fewer bits are served"
+    precision = f"as usual for {dtype}" if same_bits else f"more than {dtype} explains: the server has fewer bits"
     return {"tokens": len(off), "mean": mean, "largest": max(off), "precision": precision}
 
 
@@ -164,7 +165,7 @@ def lines(result: dict[str, Any]) -> list[str]:
         f"run      {result['run']}",
         f"served   {result['served']}",
         f"prompts  {count - prompts['other']} of {count} are those of training, {how}",
-        f"answers  {answers['same']} of {count} the same, {answers['near_ties']} leave at a near tie, "
+        f"answers  {answers['same']} of {count} the same, {answers['near_ties']} differ at a near tie, "
         f"{answers['other']} differ",
     ]
     if off := result["log_probabilities"]:
@@ -178,6 +179,6 @@ def lines(result: dict[str, Any]) -> list[str]:
         rows += [f"  {side:<6}  {one_line(first[side], 200)}" for side in ("run", "served")]
     if cause := result["cause"]:
         rows.append(f"cause    {cause['cause']}: {cause['evidence']}; {cause['fix']}")
-    verdict = "holds    what is served is" if result["holds"] else "differs  what is served is not"
-    rows.append(f"{verdict} what was trained")
+    verdict = "holds    the server's answers are" if result["holds"] else "differs  the server's answers are not"
+    rows.append(f"{verdict} the run's")
     return [wrapped(printable(row), 9) for row in rows]

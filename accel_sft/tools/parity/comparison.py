@@ -17,14 +17,14 @@ from accel_sft.io.text import common_length, one_line
 from accel_sft.models.architecture import arguments
 
 TIE = 0.25
-"""Nats between two tokens, up to which rounding may exchange them: two steps of a bfloat16 logit between 16 and 32."""
+"""Rounding may swap two tokens that differ by at most so many nats: two steps of a bfloat16 logit between 16 and 32."""
 TEMPLATE, WEIGHTS, STOP, CONTEXT, OTHER = "chat template", "adapter not applied", "stop token", "context", "unknown"
 EXAMINED = 8
-"""Examples that are examined for a cause: each takes forwards here and requests there."""
+"""Number of examples that are examined for a cause: each takes forwards here and requests to the server."""
 
 
 class Reference:
-    """The run's answers to the first validation examples: `answers` has, by the example's index, greedy answers of at
+    """The run's answers to the first validation examples. `answers` maps an example's index to a greedy answer of at
     most `most` tokens, end token included."""
 
     def __init__(self, evaluator: Evaluator, model: Any, most: int) -> None:
@@ -44,7 +44,7 @@ class Reference:
         return evaluator.score_answers({}).metrics[evaluator.task.main_metric]
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of an answer as servers write it: without special tokens, and without its end."""
+        """The text of an answer as servers write it: without special tokens, and without the end token."""
         content = [*ids[:-1]] if ids and ids[-1] in self.ends else [*ids]
         return self.tokenizer.decode(content, skip_special_tokens=True)
 
@@ -53,7 +53,7 @@ class Reference:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def log_probs(self, prompt: list[int], answer: list[int]) -> torch.Tensor:
-        """The log-probabilities of every token at each place of the answer, and at the place behind it."""
+        """The log-probabilities of the whole vocabulary at each place of the answer, and at the place after it."""
         ids = torch.tensor([[*prompt, *answer]], device=self.model.device)
         places = len(answer) + 1
         last_places = {"logits_to_keep": places} if "logits_to_keep" in arguments(self.model) else {}
@@ -71,7 +71,7 @@ class Reference:
 
 @dataclasses.dataclass
 class Pair:
-    """An example with the answer of the run's weights and the server's."""
+    """An example with the answer of the run's weights and the server's answer."""
 
     chat: Conversation
     row: Encoded
@@ -94,17 +94,17 @@ class Pair:
 
     @property
     def read(self) -> int | None:
-        """The number of the prompt's tokens that the server counted; None if it does not tell."""
+        """The number of the prompt's tokens that the server counted; None if it reports none."""
         return self.reply.prompt_tokens if self.reply else None
 
     @property
     def misread(self) -> bool:
-        """Whether the server's prompt is known to have other tokens, or another number of them."""
+        """Whether the server is known to read the prompt as other tokens, or as another number of tokens."""
         return self.theirs not in (None, self.prompt) or self.read not in (None, len(self.prompt))
 
 
 def compare(reference: Reference, endpoint: Endpoint) -> list[Pair]:
-    """Ask for all examples' answers and compare them; raise UserError if the server refuses them all."""
+    """Ask the server for all examples' answers and compare them; raise UserError if it refuses every example."""
     evaluator = reference.evaluator
     chat = functools.partial(conversation, evaluator.task, evaluator.examples, "validation")
     pairs = [Pair(chat(row.index), row, reference.answers[row.index]) for row in evaluator.answered]
@@ -129,20 +129,20 @@ def compare(reference: Reference, endpoint: Endpoint) -> list[Pair]:
 
 
 def served_answer(pair: Pair, thinking: str | None) -> Reply:
-    """The server's answer as it is scored; an empty one if it refused."""
+    """The server's answer as the task scores it; empty if the server refused to answer."""
     text = without_thinking(pair.reply.text, wanted(pair.chat, thinking)) if pair.reply else ""
     return Reply(text, "stop", tokens=1)
 
 
 def ask(reference: Reference, endpoint: Endpoint, pair: Pair) -> Reply:
-    """The server's answer, with its thinking if it leaves that out."""
+    """The server's answer, with the run's thinking if the server leaves out its own."""
     reply = endpoint.chat(pair.chat.turns, reference.most, pair.chat.tools, reference.thinking)
     return dataclasses.replace(reply, text=with_thinking(reply.text, reference.text(pair.ids)))
 
 
 def with_thinking(served: str, own: str) -> str:
-    """A server's answer, with the thinking that the run's own begins with if the server has left it out, as llama.cpp's
-    server and vLLM's reasoning parsers do."""
+    """A server's answer. If it lacks the thinking, which llama.cpp's server and vLLM's reasoning parsers leave out, the
+    thinking of the run's own answer is put before it."""
     if "<think>" not in own or "<think>" in served:
         return served
     return own.removesuffix(without_thinking(own, "").lstrip()) + served.lstrip()
@@ -163,8 +163,8 @@ def difference(reference: Reference, pair: Pair, reply: Reply) -> tuple[int | No
 
 
 def same(reference: Reference, ids: list[int], reply: Reply) -> bool:
-    """Whether a reply is this answer; blanks at its ends do not count, since some servers take them away."""
-    ended = bool(ids) and ids[-1] in reference.ends  # as the last token asked for, some servers say that length did
+    """Whether a reply is this answer; white space at the ends does not count, since some servers strip it."""
+    ended = bool(ids) and ids[-1] in reference.ends  # some servers say `length` if the end is the last token
     own, served = (text.strip().rstrip("\ufffd") for text in (reference.text(ids), reply.text))  # a cut character
     return own == served and (ended == (reply.finish != "length") or (ended and len(ids) == reference.most))
 
@@ -180,7 +180,7 @@ def _first(reference: Reference, ids: list[int], reply: Reply) -> int:
 
 
 def _token_at(reference: Reference, ids: list[int], at: int, reply: Reply) -> int:
-    """The token that the reply has in place of `ids[at]`: what the server calls it, else what its text begins with."""
+    """The token that the reply has in place of `ids[at]`: the one that the server names, else the first of its text."""
     tokenize = functools.partial(reference.tokenizer, add_special_tokens=False)
     if len(reply.logprobs) > at and (word := reply.logprobs[at][0]):
         tokens = tokenize(word)["input_ids"]
@@ -199,8 +199,8 @@ class Cause(NamedTuple):
 
 
 def cause_of(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) -> Cause | None:
-    """The first cause that its test shows; one that is unknown if answers differ and no test shows why; None if the
-    server answers as the run's weights do. Each is tested by something that it alone predicts."""
+    """Return the first cause that a test shows; `OTHER` if answers differ and no test shows why; None if the server
+    answers as the run's weights do. A cause is tested by something that only this cause predicts."""
     cause = _context(reference, endpoint, pairs) or _template(reference, endpoint, pairs)
     differing = [(pair, pair.reply) for pair in pairs if pair.differs and pair.reply]
     if cause or not differing:
@@ -208,11 +208,11 @@ def cause_of(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) ->
     if cause := _weights(reference, differing[:EXAMINED]) or _stop(reference, endpoint, differing[:EXAMINED]):
         return cause
     evidence = f"{len(differing)} of {len(pairs)} answers differ where the run's weights are sure"
-    return Cause(OTHER, evidence, "see that the server has these weights in their own precision, and does not sample")
+    return Cause(OTHER, evidence, "check that the server has these weights in their own precision, and does not sample")
 
 
 def _completed(endpoint: Endpoint, prompt: str | list[int], most: int) -> Reply | None:
-    """What the server says behind a prompt; None if it refuses such a prompt."""
+    """The server's continuation of a prompt; None if it refuses such a prompt."""
     try:
         return endpoint.complete(prompt, most)
     except EndpointError as error:
@@ -229,13 +229,13 @@ def _context(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) ->
         evidence = f"{_examples(refused)} refused: {one_line(refused[0].refusal, 200)}"
         longest = max(len(pair.prompt) for pair in pairs if pair.reply)
         if any(len(pair.prompt) < longest for pair in refused):
-            return Cause(OTHER, evidence, "see by its words what the server does not take")
+            return Cause(OTHER, evidence, "see in its message what the server does not accept")
         return Cause(CONTEXT, evidence, fix)
     for pair in pairs:
         if pair.misread and pair.read is not None and pair.read < len(pair.theirs or pair.prompt):
             replies = [_completed(endpoint, reference.raw_text(pair.prompt) * times, 1) for times in (1, 2)]
             if {reply.prompt_tokens for reply in replies if reply} == {pair.read}:
-                evidence = f"of a prompt of {len(pair.prompt)} tokens {pair.read} are read, of twice it no more"
+                evidence = f"the server reads {pair.read} of a prompt's {len(pair.prompt)} tokens, no more if doubled"
                 return Cause(CONTEXT, evidence, fix)
     for pair in pairs:
         tokens = pair.reply.tokens if pair.differs and pair.reply and pair.reply.finish == "length" else None
@@ -250,12 +250,12 @@ def _template(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) -
     fix = "give the server the run's tokenizer files and template (vLLM: --chat-template, llama.cpp: --jinja)"
     if misread := [pair for pair in pairs if pair.misread]:
         pair = misread[0]
-        other = f"{pair.read} tokens long in place of {len(pair.prompt)}"
+        other = f"{pair.read} tokens long instead of {len(pair.prompt)}"
         if pair.theirs and pair.theirs != pair.prompt:
             at = common_length([pair.prompt, pair.theirs])
             parts = (reference.raw_text(ids[max(at - 4, 0) : at + 8]) for ids in (pair.prompt, pair.theirs))
             trained, served = (one_line(repr(part)) for part in parts)
-            other = f"{served} from token {at}, where it was trained on {trained}"
+            other = f"{served} from token {at}, where the run was trained on {trained}"
         return Cause(TEMPLATE, f"{_examples(misread)} have other prompts, the first one {other}", fix)
     differing = [pair for pair in pairs if pair.differs][:EXAMINED]
     if not differing or any(pair.theirs is not None for pair in pairs):
@@ -266,11 +266,11 @@ def _template(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) -
         reply = next((reply for reply in replies if reply and reply.prompt_tokens in (None, len(pair.prompt))), None)
         if not reply or not same(reference, pair.ids, reply):
             return None
-    return Cause(TEMPLATE, f"asked by the run's own prompts, {_examples(differing)} have the run's answers", fix)
+    return Cause(TEMPLATE, f"given the run's own prompts, {_examples(differing)} have the run's answers", fix)
 
 
 def _weights(reference: Reference, differing: Sequence[tuple[Pair, Reply]]) -> Cause | None:
-    """The cause, if most answers equal those of the base without its adapter; else None."""
+    """The cause, if most answers equal those of the base without the adapter; else None."""
     if not hasattr(reference.model, "disable_adapter"):
         return None
     with reference.model.disable_adapter():
@@ -284,8 +284,8 @@ def _weights(reference: Reference, differing: Sequence[tuple[Pair, Reply]]) -> C
 
 
 def _stop(reference: Reference, endpoint: Endpoint, differing: Sequence[tuple[Pair, Reply]]) -> Cause | None:
-    """Whether answers are the run's and then go on as the run's weights do behind the token that ends an answer; by a
-    server that says the same again, as none does that draws tokens."""
+    """The cause, if an answer begins with the run's and goes on after the token that should end it; else None. The
+    server must give the same answer twice: a server that samples would not."""
     for pair, reply in differing:
         own, served = reference.text(pair.ids).strip(), reply.text.strip()
         rest = served.removeprefix(own)
@@ -295,19 +295,19 @@ def _stop(reference: Reference, endpoint: Endpoint, differing: Sequence[tuple[Pa
         behind = reference.text(reference.continued([*pair.prompt, *pair.ids], 8)).strip()
         if reply.finish == "length" or (behind and rest.strip().startswith(behind[: len(rest.strip())])):
             mark = reference.raw_text(pair.ids[-1:])
-            evidence = f"example {pair.row.index} goes on behind {mark!r}, as the run's weights do: {one_line(rest)}"
+            evidence = f"example {pair.row.index} goes on after {mark!r}, as the run's weights do: {one_line(rest)}"
             fix = f"let {mark!r} end answers: eos_token_id of the served generation_config.json, or `stop`"
             return Cause(STOP, evidence, fix)
     return None
 
 
 def lead(pairs: Sequence[Pair], metric: str, own: float, served: float) -> Cause | None:
-    """Whether the same answers are scored otherwise by what users of the server read of them."""
+    """The cause, if the same answers get another score in the form in which the server returns them; else None."""
     if not abs(own - served) > 1e-9 or any(pair.at is not None or not pair.reply for pair in pairs):
         return None
-    evidence = f"the same answers have {metric} {own:.4g} here and {served:.4g} as the server gives them: what "
-    evidence += "the template writes in front of answers is learnt with them, and the server leaves it there"
-    return Cause(TEMPLATE, evidence, "train with a template that ends prompts with it, by add_generation_prompt")
+    evidence = f"the same answers have {metric} {own:.4g} here and {served:.4g} as the server returns them: the header "
+    evidence += "that the template writes before answers is learnt with them, and the server keeps it"
+    return Cause(TEMPLATE, evidence, "train with a template that ends prompts with the header if add_generation_prompt")
 
 
 def _examples(pairs: Sequence[Pair]) -> str:

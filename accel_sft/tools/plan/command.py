@@ -60,8 +60,8 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
 
 
 def model_config(config: PlanConfig, vocabulary: int = 0) -> tuple[dict[str, Any], str]:
-    """The content of the model's config.json, and its name for errors. `vocabulary` is that of `tiny` with this data,
-    or 0 for the largest that it has without many characters."""
+    """The content of the model's config.json, and its name for errors. `vocabulary` is that of `tiny` with this data;
+    0 stands for the usual vocabulary of `tiny`."""
     if is_tiny(config.model, init_from=config.init_from):
         shape = {"model_type": "qwen2", "vocab_size": vocabulary or TINY_VOCABULARY, **TINY_SHAPE, "dtype": "float32"}
         return shape, "tiny"
@@ -103,8 +103,8 @@ def job_of(
     lengths: Lengths,
     step_tokens: float,
 ) -> Job:
-    """Return the job with the smallest forward that must fit: one example of the longest length, or as many as
-    --micro-batch-size says; if that is auto, on a CPU at least the smallest forward that the trainer chooses."""
+    """Return the job with the smallest forward that must fit: --micro-batch-size examples of the longest length. If
+    that is auto, it is one example or, on a CPU, at least the smallest forward that the trainer chooses."""
     rows = 1 if config.micro_batch_size == "auto" else int(config.micro_batch_size)
     tokens, supervised = rows * lengths.longest, rows * lengths.longest_supervised
     if not hardware.gpus and config.micro_batch_size == "auto":

@@ -1,5 +1,5 @@
 """Makes a plan for each launch file (whether it fits, with how large a forward, how fast) and recommends one; for
-this machine, or one that the user describes."""
+this machine, or for a machine that the user describes."""
 
 import dataclasses
 import math
@@ -29,8 +29,8 @@ class PlannedMachine:
     gpus: int  # with 0, ranks train on the CPU
     gpu_bytes: float | None
     host_bytes: float
-    bf16: bool = True  # natively; assumed of GPUs that the user describes
-    gpu: str = ""  # the name; "" of another machine's GPUs, or of several names
+    bf16: bool = True  # native bf16; assumed for GPUs that the user describes
+    gpu: str = ""  # the name; "" if the user describes the GPUs, or if their names differ
 
 
 def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> PlannedMachine:
@@ -42,7 +42,7 @@ def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> 
     if gpus is None and gpu_gib is not None and not sizes:
         count = 1
     if count and gpu_gib is None and (not sizes or None in sizes):
-        why = f"the driver does not tell that of {', '.join(names)}" if sizes else "this machine has none to ask"
+        why = f"the driver does not report it for {', '.join(names)}" if sizes else "this machine has no GPU"
         raise UserError(f"--gpu-memory: give the GiB of one GPU, as {why}")
     return PlannedMachine(
         gpus=count,
@@ -65,7 +65,7 @@ MARGIN = 0.92
 _Memory = tuple[float | None, float | None]
 """Bytes of one GPU and of the host; None if unknown, or if there is no GPU."""
 _ADDED = {"gradient_checkpointing": "gradient_checkpointing", "eval_batch_size": "eval_rows"}
-"""Settings that a plan may add, with the job's attribute that each decides."""
+"""Settings that a plan may add, and the job's attribute that each of them sets."""
 _ACCELERATES_NAMES = {"deepspeed": "DEEPSPEED", "fsdp": "FSDP", "ddp": "MULTI_GPU"}
 
 
@@ -116,7 +116,7 @@ def plan(
     """Return the plan for a job under its launch, with gradient checkpointing if the job then fits better or is faster,
     and with fewer answers at once if there is no room for as many as the job has.
 
-    `step_tokens` are of a rank's part of an optimizer step, `row_tokens` of a row in the mean, for the speed.
+    `step_tokens` is the size of a rank's part of an optimizer step; `row_tokens`, a row's mean, is for the speed.
     """
     if problem := _problem(job, machine):
         return Refused(name, problem)
@@ -223,7 +223,7 @@ def _problem(job: Job, machine: PlannedMachine) -> str:
     if refused := next(audit_parallelism(job.launch, "the file", batching="auto", micro_batch_size="auto"), None):
         return refused.what.removeprefix("the file: ")
     if not 0 <= job.launch.offload_ratio <= 1:
-        return "its offload_optimizer ratio is no number from 0 to 1"
+        return "its offload_optimizer ratio is not a number from 0 to 1"
     if job.launch.sequence_ranks > 1:
         return "memory under sequence parallelism is not predicted"
     name = TENSOR_PARALLEL if job.launch.tensor_ranks > 1 else _ACCELERATES_NAMES.get(backend, "NO")

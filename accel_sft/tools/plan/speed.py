@@ -2,8 +2,8 @@
 
 Compute time is the model's FLOPs (plus a second forward if gradient checkpointing is on) at a fraction of peak speed.
 Each forward adds the cost of 1,024 tokens, as batching/choice.py assumes. The time for sending follows from the
-device's links; half of the exchange between ranks overlaps with computing. On CPUs nothing is moved for an offload: the
-host is where the weights are, and the optimizer runs, under any launch. Only ratios between launch files mean anything;
+device's links; half of the exchange between ranks overlaps with computing. On CPUs an offload moves nothing: under any
+launch, weights and optimizer are on the host. Only ratios between launch files mean anything;
 docs/planning.md compares them with published runs.
 """
 
@@ -18,11 +18,11 @@ from accel_sft.memory.states import live_parameters
 UNKNOWN = Peaks(bf16=375, fp16=375, tf32=188, fp32=90)
 """Assumptions for a GPU that flops.py does not know: a data-centre GPU on PCIe 4.0."""
 REACHED = 0.4
-"""Share of the peak that computing reaches with transformers' modules as they are."""
+"""Share of the peak that computing reaches with transformers' unchanged modules."""
 COMPILED = 1.15
 """How many times as fast `--compile` computes: published runs gain 10 to 16% from torch.compile."""
 CPU_OPERATIONS, CPU_LINK = 1e11, 2e9
-"""FLOP/s of a rank on a CPU, and bytes per second between two of them through gloo: of a few cores with AVX2."""
+"""FLOP/s of a rank on a few CPU cores with AVX2, and bytes per second between two such ranks through gloo."""
 DISK, NETWORK = 3e9, 3e9
 """Bytes per second to NVMe, and between machines for one GPU."""
 HOST_UPDATES = 5e8
@@ -48,7 +48,7 @@ class Speed:
 
 def speed(job: Job, step_tokens: float, gpu: str = "", row_tokens: float = 0.0) -> Speed:
     """What a step of `step_tokens` tokens costs a rank, in forwards of `job.tokens`. `gpu` is the device's name, ""
-    if it is not known; the tokens of a row decide what attention takes, which 0 leaves out."""
+    if it is not known. The cost of attention depends on `row_tokens`, and 0 leaves it out."""
     forwards = max(math.ceil(step_tokens / max(job.tokens, 1)), 1)
     launch, device = job.launch, peaks(gpu) or UNKNOWN
     learnt = job.supervised_tokens / max(job.tokens, 1)
@@ -84,8 +84,8 @@ def _exchanges(launch: Launch, layers: int) -> int:
 
 
 def _sent_bytes(job: Job, forwards: int) -> float:
-    """Bytes that a rank sends in one step: in a ring of N ranks each byte of a gather or a scatter (N - 1) / N times,
-    of an all-reduce twice as often."""
+    """Bytes that a rank sends in one step. In a ring of N ranks, each byte of a gather or a scatter is sent (N - 1) / N
+    times, each byte of an all-reduce twice as often."""
     e, trained, launch = job.computes_bytes, job.trained, job.launch
     once = 1 - 1 / (launch.shard_ranks if launch.backend == "fsdp" else job.ranks)
     if launch.tensor_ranks > 1:  # hidden states after attention and feed-forward, and their gradients before them

@@ -27,7 +27,7 @@ _LEGEND = (
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What `plan` answers: the plans, the recommended one, `why` it is that, and the `command` that trains under it."""
+    """The answer of `plan`: the plans, the `best` one, `why` it is recommended, and the `command` to train under it."""
 
     plans: Sequence[Plan | Refused]
     shape: ModelShape
@@ -88,7 +88,7 @@ class Answer:
         yield _text(f"machine  {gpus}, {machine.host_bytes / GIB:.0f} GiB of host memory{computes}")
         yield _text(f"lengths  the longest example has {lengths.longest:,} tokens: {lengths.source}")
         if shape.other and not (lengths.pixels and shape.tower and shape.tower.values):
-            yield _text("images   not counted: the data was not tokenized here, or config.json names no tower's sizes")
+            yield _text("images   not counted: the data was not tokenized here, or config.json names no tower sizes")
 
     def _table(self, plans: Sequence[Plan]) -> Iterator[str]:
         fastest = min((plan.speed.seconds for plan in plans if plan.fits), default=0.0)
@@ -152,7 +152,7 @@ def _details(name: str, estimate: Estimate) -> Iterator[str]:
 
 
 def _grid(rows: Sequence[Sequence[str]], left: Sequence[str], gap: str = "  ") -> Iterator[str]:
-    """The rows as lines of aligned columns; those whose heads are in `left` begin at the left, others end at the
+    """The rows as lines of aligned columns: columns whose heads are in `left` are aligned at the left, others at the
     right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

@@ -1,1 +1,1 @@
-"""A whole run on a shrunk model, before it is paid for: `accel-sft rehearse`."""
+"""The tool `rehearse`: a complete run on a shrunk model, before the real run is paid for."""

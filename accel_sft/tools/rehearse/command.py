@@ -1,4 +1,4 @@
-"""`accel-sft rehearse`: a whole run in minutes, on a shrunk model of the real one's family, before it is paid for."""
+"""`accel-sft rehearse`: a complete run in minutes on a shrunk model, before the real run is paid for."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def run(task_name: str, task: Task, config: RehearseConfig) -> None:
         print(json.dumps(json_safe(report), indent=2, ensure_ascii=False))
     else:
         verdict = "the run would fail" if stages.failed else "the run holds"
-        print(f"{verdict}: {seconds:.0f} s" + (f"; all of it is in {folder}" if keeps else ""))
+        print(f"{verdict}: {seconds:.0f} s" + (f"; its files are in {folder}" if keeps else ""))
     if stages.failed:
         raise SystemExit(1)
 
 
 class Rehearsal:
-    """One rehearsal: what can be seen without a run, the runs, and what they exported."""
+    """One rehearsal: first the audits, which need no run, then the runs, then tests of the exported weights."""
 
     def __init__(self, task_name: str, task: Task, config: RehearseConfig, folder: Path, stages: Stages) -> None:
         self.task_name, self.task, self.folder, self.stages = task_name, task, folder, stages
@@ -86,7 +86,7 @@ class Rehearsal:
         self.plan: StepPlan | None = None
 
     def run(self) -> None:
-        """Go through the stages; those that need what failed are not reached."""
+        """Go through the stages; a stage that needs a failed one is not reached."""
         launcher = self.launch()
         audited = self.data()
         if audited is None or self.plan is None:
@@ -108,7 +108,7 @@ class Rehearsal:
         if self.config.launch:
             (_, file), *others = launch_files(self.config.launch)
             if others:
-                raise UserError(f"--launch {self.config.launch}: name one launch file; each run has its own")
+                raise UserError(f"--launch {self.config.launch}: rehearse one launch file at a time")
             real = launch_of_yaml(file)
             gpus = device_count()
             if not gpus and (real.backend == "fsdp" or real.precision[0] == "fp16"):
@@ -122,7 +122,7 @@ class Rehearsal:
         return words
 
     def data(self) -> Audit | None:
-        """Audit the data as `accel-sft check` does, and the steps that they make."""
+        """Audit the data as `accel-sft check` does, and the steps that follow from the data."""
         names = {setting.name for setting in settings(TrainConfig)}
         given = {name: value for name, value in vars(self.config).items() if name in names}
         day = self.config.template_date or time.strftime("%Y-%m-%d")
@@ -161,7 +161,7 @@ class Rehearsal:
         return next((step for step in range(1, self.plan.total_steps + 1) if self.plan.is_due(every, step)), None)
 
     def model(self, audited: Audit) -> TrainConfig | None:
-        """Shrink the model; returns the settings of the runs, None if there is no model to train."""
+        """Shrink the model; return the settings of the runs, None if there is no model to train."""
         source = audited.source
         assert source is not None
         with self.stages.reported("model"):
@@ -176,7 +176,7 @@ class Rehearsal:
         return None
 
     def reached_end(self, made: runs.Run) -> bool:
-        """Say of each stage of the run to its end whether it was reached; return whether all were."""
+        """Report for each stage of the complete run whether it was reached; return whether all were."""
         config, plan = self.config, self.plan
         assert plan is not None
         steps, evaluated = made.lines("loss"), made.lines("eval_loss")
@@ -210,7 +210,7 @@ class Rehearsal:
         self.stages.ended("trained", *(Finding(level, line) for line in vain), seen="; ".join(seen))
 
     def resume(self, full_run: runs.Run) -> None:
-        """Kill a second run after its first checkpoint, resume it, and compare what both end with."""
+        """Kill a second run after its first checkpoint, resume it, and compare losses and weights with the first."""
         if self.config.save_every == "off":
             self.stages.ended("resume", warns("--save-every off: a run that is killed starts over"))
             return
@@ -222,18 +222,18 @@ class Rehearsal:
         files = [{p.name: p.read_bytes() for p in run.dir.final.glob("*.safetensors")} for run in (full_run, resumed)]
         if not findings and (losses[0] != losses[1] or files[0] != files[1]):
             first = next((n for n, (a, b) in enumerate(zip(*losses, strict=False), 1) if a != b), runs.STEPS)
-            what = f"a run that was killed and resumed ends with other bits than one without a stop, from step {first}"
+            what = f"a run that was killed and resumed ends with other bits than without a stop, from step {first}"
             findings = [fails(what, "see whether the task's data or the model draw random numbers of their own")]
         stop = f"killed (SIGKILL) after {left} steps" if killed.failure else "not killed, as it had ended too soon"
         seen = "" if findings else f"{stop}, and resumed to the same bits"
         self.stages.ended("resume", *findings, seen=seen, when="a resume after a kill")
 
     def reload(self, full_run: runs.Run, config: TrainConfig, audited: Audit) -> None:
-        """Load what was exported by plain transformers and peft, merge it, and have it write an answer."""
+        """Load the exported weights with plain transformers and peft, merge them, and let them write an answer."""
         stages, final, encoding = self.stages, full_run.dir.final, audited.encodings["validation"]
         assert encoding is not None
         rows = evaluated_rows(encoding.kept, config.eval_limit)
-        # where a resume fails, the data may be drawn anew: the run's rows are then not those that were read here
+        # if a resume fails, the task may draw its data anew: the run's rows are then not the rows read here
         lines = full_run.lines("eval_loss") if stages.all["resume"].state != FAILS else []
         evaluated = [line["eval_loss"] for line in lines]
         precision = precision_in_record(full_run.dir.read_record()) or "no"

@@ -1,4 +1,4 @@
-"""Loads what a rehearsal exported as a stranger would, by plain transformers and peft, and holds it to the run."""
+"""Loads a rehearsal's exported weights with plain transformers and peft, and compares them with the run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from accel_sft.models.tokenizer import answer_ends, load_tokenizer
 from accel_sft.tools.rehearse.runs import fails, warns
 
 _EXACT, _ROUNDED = 1e-3, 5e-2
-"""Allowed difference of the validation loss, as a share of it, of a run in float32, and of one in 16 bits or on a base
-in 4 bits: plain transformers computes in float32 here, with the base's own weights."""
+"""Allowed relative difference of the validation loss: for a run in float32, and for one in 16 bits or on a 4-bit base.
+Plain transformers computes in float32 here, with the base's own weights."""
 _BEHIND = 4
-"""Tokens that may be generated behind the end of an answer, to see whether generation stops there."""
+"""Tokens that may be generated after the end of an answer, to see whether generation stops there."""
 
 
 class Reloaded:
@@ -73,7 +73,7 @@ class Reloaded:
         return total / count
 
     def reload(self, evaluated: Sequence[float], precision: str) -> tuple[str, list[Finding]]:
-        """Compare the loss with the run's own last one, and that with its first."""
+        """Compare the loss with the run's last loss, and the run's last loss with its first."""
         if not self.rows:
             return "loaded; no evaluated row is left to compare losses by", []
         loss, findings = self.loss(), []
@@ -83,12 +83,12 @@ class Reloaded:
             exact = precision == "no" and not self.config.load_in_4bit and not self.rounded
             allowed = _EXACT if exact else _ROUNDED
             if not abs(loss - evaluated[-1]) <= allowed * abs(evaluated[-1]):
-                what = f"the exported weights predict otherwise than those that were trained: loss {loss:.6g}"
+                what = f"the exported weights do not predict as the trained ones did: loss {loss:.6g}"
                 fix = "report this as a defect, with the model's config.json"
-                findings.append(fails(f"{what}, and {evaluated[-1]:.6g} in the run", fix))
+                findings.append(fails(f"{what}, but {evaluated[-1]:.6g} in the run", fix))
         if len(evaluated) > 1 and evaluated[0] == evaluated[-1]:
-            what = "nothing was learnt: the validation loss is what it was before training, to the bit"
-            findings.append(fails(what, "see that --learning-rate is above 0, and what is trained"))
+            what = "nothing was learnt: the validation loss is the same before and after training, to the bit"
+            findings.append(fails(what, "check that --learning-rate is above 0, and which weights are trained"))
         return seen, findings
 
     def merge(self) -> str:
@@ -100,7 +100,7 @@ class Reloaded:
 
     @torch.no_grad()
     def generate(self) -> tuple[str, list[Finding]]:
-        """Let plain `generate` write an answer that carried loss, token by token: it must stop at the end."""
+        """Make plain `generate` write an answer that carried loss: it must stop where the answer ends."""
         from transformers import GenerationConfig
 
         base, exported = self.model.generation_config, GenerationConfig.from_pretrained(self.final)
@@ -123,10 +123,10 @@ class Reloaded:
         )[0].tolist()
         end = self.tokenizer.convert_ids_to_tokens(answer[-1])
         if len(made) > len(row.input_ids):
-            what = f"answers end with {end}, at which a plain `generate` of what was exported goes on"
-            return "", [fails(what, f"name {end} as a stop token wherever it is served")]
+            what = f"answers end with {end}, but a plain `generate` of the exported weights does not stop there"
+            return "", [fails(what, f"name {end} as a stop token wherever the model is served")]
         seen = f"a plain `generate` stops at {end}, which ends the answers"
         if not self.source.adapter or answer[-1] in named_ends(base):
             return seen, []
-        what = f"answers end with {end}, at which a server of the base goes on"
-        return seen, [warns(what, "name it as a stop token there, or serve merged weights (accel-sft merge)")]
+        what = f"answers end with {end}, but a server of the base does not stop there"
+        return seen, [warns(what, "name it as a stop token to the server, or serve merged weights (accel-sft merge)")]

@@ -1,4 +1,4 @@
-"""Starts the rehearsal's runs, each a real launch, and says of each stage whether it holds, or what would fail when."""
+"""Starts the rehearsal's runs, each a real launch, and reports for each stage whether it holds, or what fails when."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from accel_sft.launch.parallelism import sized
 from accel_sft.tracking.metrics_file import read_lines
 
 STEPS, SAVE_EVERY, EVAL_EVERY = 12, 4, 6
-"""Optimizer steps of a rehearsal, and after how many it saves and evaluates: the kill comes after the first checkpoint
-and long before the end."""
+"""Optimizer steps of a rehearsal, and after how many steps it saves and evaluates. The run to be killed is killed after
+its first checkpoint, long before its end."""
 RANKS, ROWS, TOKENS = 2, 8, 24
-"""At most this many ranks, rows of a step, and tokens of an answer that is generated."""
+"""Maximum number of ranks, of rows in a step, and of generated tokens in an answer."""
 LEAST_RATE = 1e-3
-"""Lowest learning rate of a rehearsal, so that a dozen steps show in weights of any precision."""
+"""Lowest learning rate of a rehearsal, so that a dozen steps change weights of any precision."""
 LIMIT_SECONDS = 3600.0
 """Time limit of one launch; the first one with ZeRO may wait for DeepSpeed's operators to compile."""
 _POLL_SECONDS = 0.05
@@ -35,7 +35,7 @@ _ON_THE_CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 TRAINED = re.compile(r"^model +[\d,]+ of [\d,]+ parameters are trained\b", re.M)
 """The line that a run prints once its model is loaded."""
 FAILS, WARNS, HOLDS, NOT_REACHED = "fails", "warns", "holds", "not reached"
-"""States of a stage. The first two are levels of findings: the real run would fail, or go on and disappoint."""
+"""States of a stage. The first two are levels of findings: the real run would fail, or end with a worse result."""
 fails, warns = (functools.partial(Finding, level) for level in (FAILS, WARNS))
 STAGES = (
     *("launch", "data", "model", "load", "evaluation", "steps", "trained", "checkpoint", "resume", "export"),
@@ -81,7 +81,7 @@ def launcher_of(real: Launch | None, file: Path | None) -> tuple[list[str], str]
 
 
 def rehearsed(config: TrainConfig, model: str, longest_answer: int) -> TrainConfig:
-    """The settings of the real run, resolved, with those of a rehearsal in their place."""
+    """The real run's resolved settings, changed where a rehearsal needs it."""
     rows = min(config.global_batch_size or ROWS, ROWS)
     kernels = config.attn_implementation in (None, "eager", "sdpa")
     return dataclasses.replace(
@@ -116,7 +116,7 @@ def rehearsed(config: TrainConfig, model: str, longest_answer: int) -> TrainConf
 
 
 class Runs:
-    """Starts runs of the same words, each in a folder of its own below `folder`."""
+    """Starts runs with the same command line, each in a folder of its own below `folder`."""
 
     def __init__(self, launcher: Sequence[str], words: Sequence[str], folder: Path) -> None:
         self.command, self.folder = [*launcher, "-m", "accel_sft", *words], folder
@@ -132,7 +132,7 @@ class Runs:
         return Run(run_dir, output, ([*errors] or [reason]) if reason else [])
 
     def killed(self, name: str) -> Run:
-        """Start a run, and kill all of its processes at once (SIGKILL) when its first checkpoint is there."""
+        """Start a run, and kill all of its processes at once (SIGKILL) once it has a checkpoint."""
 
         def kill(run_dir: RunDir) -> None:
             if run_dir.all_checkpoints():
@@ -160,7 +160,7 @@ class Stages:
         self.all = {name: Stage(name) for name in STAGES}
 
     def ended(self, name: str, *findings: Finding, seen: str = "", when: str = "") -> None:
-        """Say what a stage came to."""
+        """Record and show how a stage ended."""
         stage = self.all[name]
         stage.findings += [dataclasses.replace(finding, subject=name) for finding in findings]
         stage.state, stage.seen, stage.when = worst(stage.findings, (FAILS, WARNS, HOLDS)), seen, when or stage.when
@@ -172,11 +172,11 @@ class Stages:
 
     @contextlib.contextmanager
     def reported(self, name: str) -> Iterator[None]:
-        """Inside, what fails is said of the stage: libraries may raise anything here."""
+        """Inside, an exception becomes a failure of the stage: libraries may raise anything here."""
         try:
             yield
         except UserError as error:
-            self.ended(name, *map(fails, error.problems))  # each as it is: a "; " need not stand before its fix
+            self.ended(name, *map(fails, error.problems))  # as a whole: not every "; " comes before a fix
         except Exception as error:  # noqa: BLE001
             self.ended(name, fails(f"unexpected: {what_and_where(error)}"))
 

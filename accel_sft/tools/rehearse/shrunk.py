@@ -19,7 +19,7 @@ from accel_sft.models.source import Source, errors_explained, shipped_files
 from accel_sft.tools.rehearse.runs import warns
 
 _WIDTH, _HEADS, _HEAD = 64, 4, 16
-"""Hidden size, attention heads and dimensions of a head; `_HEADS * _HEAD == _WIDTH`, which some families ask for."""
+"""Hidden size, attention heads and dimensions of a head; `_HEADS * _HEAD == _WIDTH`, which some families require."""
 _STATE_HEADS = 2 * _WIDTH // _HEAD
 """Heads of state-space layers, which are twice as wide as the hidden state."""
 _LAYERS = "num_hidden_layers", "n_layer", "num_layers", "n_layers"
@@ -40,7 +40,7 @@ _SIZES: dict[int, str] = {
     1: "n_group topk_group n_groups mamba_n_groups mamba_ngroups n_shared_experts",
 }
 _SIZE_OF = {key: size for size, keys in _SIZES.items() for key in keys.split()}
-"""Sizes of the shrunk model, which must suit each other."""
+"""Sizes of the shrunk model, which must fit each other."""
 _NOT_COPIED = {"config.json", "adapter_config.json", "README.md"}
 _BY_LAYER = ("_indices", "_indexes", "_ids", "_idx")
 """Endings of names of lists that hold numbers of layers."""
@@ -80,8 +80,8 @@ def _files_of(name: str) -> Path:
 
 
 def _smallest(real: Any, name: str, trusted: bool) -> tuple[Any, int, int]:
-    """Return the configuration with the first layers of the real one, as few as have all of its kinds of layers; how
-    many they are, and how many the real model has."""
+    """Return a configuration with the first layers of the real one, as few as include all kinds of layers; also the
+    number of these layers, and of the real model's."""
     layers, why = real.get_text_config(decoder=True).num_hidden_layers, ""
     every = _kinds(_narrow(real, layers, layers), layers, trusted)
     for count in range(min(2, layers), layers + 1):
@@ -104,8 +104,8 @@ def _narrow(real: Any, layers: int, count: int) -> Any:
 
 
 def _kinds(settings: Any, count: int, trusted: bool) -> set[Any]:
-    """Return the kinds of layers of a model with `count` layers: the modules of each, their shapes, and what their
-    attributes switch."""
+    """Return the kinds of layers of a model with `count` layers: the modules of each, their shapes, and their
+    attributes that are switches or names."""
     import torch
 
     with torch.device("meta"):
@@ -131,7 +131,7 @@ def _values(content: Mapping[str, Any], layers: int, count: int, inside: str) ->
             yield key, dict(_values(value, layers, count, key))
         elif key == "num_key_value_heads" and isinstance(value, int):
             yield key, _HEADS if few == heads else min(value, 2)
-        elif key == "num_heads":  # vision towers'; state-space models (`expand`) fill their width
+        elif key == "num_heads":  # of vision towers, or of state-space models (`expand`), whose heads fill the width
             yield key, _STATE_HEADS if "expand" in content else min(value, _HEADS)
         elif key in _LAYERS and isinstance(value, int):
             yield key, count if value == layers else min(value, 2)
@@ -146,8 +146,8 @@ def _values(content: Mapping[str, Any], layers: int, count: int, inside: str) ->
 
 
 def _is_by_layer(key: Any, value: Any) -> bool:
-    """Whether a value may have an entry for each layer: a pattern (`M-M*`, not `silu`), or a list but of tokens."""
-    name = str(key)  # labels have numbers
+    """Whether a value may have an entry for each layer: a pattern (`M-M*`, not `silu`), or a list, unless of tokens."""
+    name = str(key)  # keys of labels are numbers
     return "pattern" in name if isinstance(value, str) else isinstance(value, list) and "token" not in name
 
 

@@ -12,17 +12,17 @@ from accel_sft.tools.report.runs import Run, read_lines
 LONGEST_TEXT = 2000
 """Maximum number of characters of a prompt or an answer that the page shows."""
 MOST_ROWS, _FEWEST_ROWS, _ROWS_OF_PAGE = 200, 20, 2000
-"""How many answers of each evaluation the page has: at most and, however many evaluations there are, at least; and of
-all evaluations together."""
+"""Number of answers on the page: maximum for an evaluation, minimum for an evaluation (even if there are many
+evaluations), and the aim for all evaluations together."""
 
 
 def collect(runs: Sequence[Run]) -> dict[str, Any]:
-    """The answers of each run's first, best and newest evaluation. All have as many of their first answers, so that
-    they stay comparable.
+    """The answers of each run's first, best and newest evaluation. Every evaluation has the same number of its first
+    answers, so that evaluations can be compared.
 
     Returns:
-        `examples`, for each its prompt and expected answer; `scores`, their names; `evaluations`, each a dictionary
-        with `run`, `step` (None for one by the command `evaluate`), `label`, `count` (answers in the file) and `rows`:
+        `examples`: (prompt, expected answer) of each; `scores`: their names; `evaluations`: dictionaries with `run`,
+        `step` (None if the command `evaluate` made it), `label`, `count` (answers in the file) and `rows`:
         [index of the example, answer, scores by name].
     """
     evaluations = [(place, *one) for place, run in enumerate(runs) for one in _evaluations(run)]
@@ -53,7 +53,7 @@ def _shortened(value: Any) -> str:
 
 
 def _evaluations(run: Run) -> Iterator[tuple[int | None, str, Path]]:
-    """Step, name and file of the run's first, best and newest evaluation; `evaluate` leaves a base and a tuned one."""
+    """Step, name and file of the run's first, best and newest evaluation, or of `evaluate`'s base and tuned model."""
     paths = {step_of(path): path for path in run.folder.all_answers()}
     names = dict.fromkeys([*paths][:1], "first")
     names |= {step: "best" for step in paths if step == run.section("best").get("step")}

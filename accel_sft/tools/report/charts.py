@@ -1,6 +1,6 @@
 """Collects what was measured at which step, and writes the page's charts of it: Vega-Lite specifications and rows.
 
-Which runs are shown, and over which steps, is not set here; the page fills that in. Colours are the page's CSS
+The page itself sets which runs are shown, and over which steps. Colours are the page's CSS
 variables, so that a chart follows light, dark and print without being drawn again.
 """
 
@@ -14,7 +14,7 @@ from accel_sft.results.run_report import COSTS
 from accel_sft.tools.report.runs import Comparison, Run
 
 POINTS_OF_A_CHART = 1600
-"""Approximate number of points of all of a chart's curves: more would exceed its pixels, or the page."""
+"""Approximate number of points in all curves of a chart: more would exceed the chart's pixels, or fill the page."""
 _FEWEST, _MOST = 60, 1000
 """Bounds on the points that a thinned curve may keep."""
 
@@ -33,7 +33,7 @@ _BY_SOURCE = "rows/", "tokens/"
 
 _GROUPS = {"main": "Curves", "more": "More curves"}
 _DRAWN_AS_POINTS = 30
-"""Maximum number of points of a curve for each point to be marked."""
+"""A curve with at most this many points has a mark at each point."""
 
 INK, FAINT, GRID = "var(--ink)", "var(--faint)", "var(--line)"
 COLOURS = tuple(f"var(--c{number})" for number in range(1, 7))
@@ -57,7 +57,7 @@ CONFIG = {
         "labelOverlap": "greedy",
         "labelSeparation": 8,
     },
-    # the title stands above the axis: beside it, a low chart would cut it off, or a long title would take its width
+    # the title is above the axis: beside it, a low chart would cut the title off, and a long title would take width
     "axisY": {"titleAngle": 0, "titleAlign": "left", "titleBaseline": "bottom", "titleX": 0, "titleY": -8},
 }
 
@@ -235,7 +235,7 @@ def learning_curve(metric: str) -> dict[str, Any]:
         "encoding": {"y": _number("metric")},
     }
     return _chart(
-        "The metric after training by the number of training rows; dashed, with its interval, what is forecast.",
+        "The metric after training by the number of training rows; the dashed line is the forecast, with its interval.",
         height=300,
         encoding={"x": rows, "color": {"value": COLOURS[0]}},
         layer=[band, line, points],

@@ -60,7 +60,7 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> str:
         "scripts": scripts,
         "style": (_FOLDER / "page" / "page.css").read_text(encoding="utf-8"),
         "has_answers": bool(data["answers"]["evaluations"]),
-        # no `<` of the data may end its script
+        # a `<` in the data must not end the script element
         "data": json.dumps(json_safe(data), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
     }
     return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", _template().render(context))

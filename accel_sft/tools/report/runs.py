@@ -43,7 +43,7 @@ class Run:
         series: the key of the run's colour: for a run of a comparison the name of its setting, else `name`.
         status: complete, running, stopped, failed or, for a run of a comparison, how `compare` says that it ended.
         reason: why the run did not complete; empty if it did.
-        started: when it was last started, in seconds since 1970; None if no file tells.
+        started: when it was last started, in seconds since 1970; None if no file says.
         record, result: the contents of run.json and of result.json; empty if there is none.
         steps, evaluations: the training lines and the other lines of metrics.jsonl, in the file's order.
         notes: files that are missing or unreadable.
@@ -73,7 +73,7 @@ class Run:
 
     @property
     def disturbed(self) -> list[str]:
-        """The steps in which the run was disturbed, and by what."""
+        """The steps in which the run was disturbed, and the cause."""
         return [one_line(sentence, 200) for sentence in sentences(disturbed_segments(self.steps))]
 
     def section(self, *keys: str) -> dict[str, Any]:
@@ -101,9 +101,9 @@ class Comparison:
 
 
 def read_run(path: Path, name: str) -> Run:
-    """Read the folder of one run; UserError if it is none."""
+    """Read the folder of one run; UserError if it is not a run's folder."""
     if not path.is_dir():
-        raise UserError(f"RUN {path}: {'not a folder' if path.exists() else 'there is no such folder'}; name a run's")
+        raise UserError(f"RUN {path}: {'not a folder' if path.exists() else 'no such folder'}; name a run's folder")
     folder = RunDir(path)
     run = Run(name=name, series=name, folder=folder, status="unknown")
     run.record, run.result = _read(run, folder.record), _read(run, folder.result)
@@ -142,7 +142,7 @@ def _read_metrics(run: Run) -> None:
 
 
 def read_lines(run: Run, path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file of the run, one a line (the notes say if some cannot be read)."""
+    """The JSON objects of a run's file, one on each line; the notes say if some cannot be read."""
     try:
         rows, unreadable = read_json_lines(path)
     except OSError as error:
@@ -177,7 +177,7 @@ def named(paths: list[str]) -> dict[str, Path]:
 def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
     """Read a folder with comparison.json; UserError if it is no comparison of this version.
 
-    Unless the page shows it `alone`, its settings may have the names of others: each gets `name` in front of it.
+    Unless the page shows it `alone`, another comparison may have settings of the same names: `name` is put before each.
     """
     file = path / COMPARISON
     record = mapping(read_json(file))
@@ -199,7 +199,7 @@ def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
 
 
 def _round(path: Path, setting: str, noted: dict[str, Any]) -> Run:
-    """Return the run in a round's folder or, if that has none, a run with what the comparison noted of it."""
+    """Return the run in a round's folder or, if that has none, a run with the comparison's record of it."""
     name = f"{setting}, round {noted['round']}"
     try:
         run = read_run(path / noted["folder"], name)

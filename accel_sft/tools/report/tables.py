@@ -52,8 +52,8 @@ def _launch(launch: dict[str, Any]) -> str:
 
 
 def scores(runs: Sequence[Run]) -> dict[str, Any]:
-    """The first and the last evaluation of each run that has evaluations: `columns`, the names of those runs; `rows`,
-    each a label and a (base, tuned, change) for each column."""
+    """The first and the last evaluation of each run that has evaluations: `columns`, the names of these runs; `rows`,
+    each a label and, for each column, (base, tuned, change)."""
     by_run: dict[str, dict[str, tuple[str, str, str]]] = {}
     for run in runs:
         before, after = run.section("before"), run.section("after")
@@ -100,8 +100,8 @@ def _with_interval(measured: Measured) -> str:
 
 
 def settings(runs: Sequence[Run]) -> dict[str, Any]:
-    """Options and chosen batching of each run that has a run.json, of a comparison's setting those of its first run:
-    `columns`, the names of the runs; `differing`, rows of (kind, name, a value for each column); `common`, rows of
+    """Options and chosen batching of each run that has a run.json; a comparison's setting has those of its first run.
+    `columns` are the names of the runs; `differing`, rows of (kind, name, a value for each column); `common`, rows of
     (kind, name, the value that all share)."""
     columns: dict[str, Run] = {}
     for run in runs:

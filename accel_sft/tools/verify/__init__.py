@@ -1,1 +1,1 @@
-"""`accel-sft verify`: holds a run to its own records, and runs segments of it again."""
+"""The tool `verify`: compares a run with its own records, and runs segments of it again."""

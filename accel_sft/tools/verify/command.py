@@ -23,9 +23,9 @@ _COLORS = {"holds": "green", "open": "yellow", "differs": "red"}
     type=click.IntRange(0),
     default=3,
     show_default=True,
-    help="Segments between checkpoints to run again; 0: only compare files, and run nothing of the run.",
+    help="Segments between checkpoints to run again; 0: only compare files, and run nothing.",
 )
-@click.option("--seed", type=click.IntRange(0), help="Draws the segments; default: another one each time.")
+@click.option("--seed", type=click.IntRange(0), help="Seed for drawing the segments; default: a new one each time.")
 @click.option(
     "--from-start",
     is_flag=True,
@@ -46,9 +46,9 @@ def verify(run: Path, segments: int, seed: int | None, from_start: bool, toleran
     For example: accel-sft verify runs/sums --segments 3
 
     First the files of the folder RUN are compared with each other and with the data, code and libraries on this
-    machine. Then segments between checkpoints are drawn, run again from the first checkpoint by the recorded launch,
-    offline, in a temporary folder (TMPDIR says where), and compared bit by bit. That runs the task and reads the files
-    that run.yaml names: start it in the folder where the run was started, and only for runs that you trust so far.
+    machine. Then segments, drawn at random, are run again from the checkpoint at their start: by the recorded launch,
+    offline, in a temporary folder (TMPDIR says where). Their results are compared bit by bit. This runs the task's code
+    and reads the files that run.yaml names: verify only runs that you trust, in the folder where the run was started.
 
     If bits may differ although nothing was changed, the segment's line says why, and only losses are compared: verify
     on the same kind of machine as the run's.
@@ -89,7 +89,7 @@ def verify(run: Path, segments: int, seed: int | None, from_start: bool, toleran
         }
         click.echo(json.dumps(report, indent=2, ensure_ascii=False))
     else:
-        verdict = "nothing differs from what it records" if same else "it is not what it records"
+        verdict = "nothing differs from its records" if same else "it differs from its records"
         verdict += f"; {failed} of {len(drawn)} segments could not be run again here" * bool(failed)
         for line in (*notes, f"{run}: {verdict}{f' (--seed {seed})' if again else ''}"):
             click.echo(wrapped(line))

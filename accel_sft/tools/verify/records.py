@@ -87,7 +87,7 @@ class Recorded:
 
 
 _UNREADABLE = (UserError, LookupError, TypeError, ValueError, AttributeError, AssertionError, OSError, yaml.YAMLError)
-"""Errors that files raise if no run wrote them."""
+"""Errors that reading a file can raise if the file was not written by a run."""
 
 
 def examine(run: Recorded) -> Iterator[Finding]:
@@ -121,16 +121,16 @@ def _folder(run: Recorded) -> Iterator[Finding]:
 
 
 def _checkpoints(run: Recorded) -> Iterator[Finding]:
-    """The checkpoints: each as it was written, by what run.json records, and none replaced or taken away since."""
+    """Whether each checkpoint is as written, by what run.json records, and none was replaced or removed since."""
     changed: dict[str, str] = {}
     for step, about in run.saved.items():
         name = run.run_dir.checkpoint(step).name
         if about["step"] != step:
-            changed[name] = f"it was written as that of step {about['step']}"
+            changed[name] = f"it was written as the checkpoint of step {about['step']}"
         for earlier, identity in mapping(about.get("before")).items():
             folder = run.run_dir.checkpoints / Path(earlier).name
             if folder.is_dir() and manifest.identity(folder) != identity and earlier not in run.damaged:
-                changed.setdefault(earlier, f"it is another than was there when {name} was written")
+                changed.setdefault(earlier, f"it is not the one that was there when {name} was written")
     yield from _makers(run)
     for name, what in {**run.damaged, **changed}.items():
         yield differs(name, what)
@@ -155,7 +155,7 @@ def _makers(run: Recorded) -> Iterator[Finding]:
 
 
 def _settings(run: Recorded) -> Iterator[Finding]:
-    """run.yaml beside run.json, and the learning rates of all steps beside the schedule."""
+    """Compare run.yaml with run.json, and the learning rates of all steps with the schedule."""
     findings, file = [], run.run_dir.settings
     recorded = {**run.record["config"], **run.record["task_options"]}
     again = mapping(yaml.safe_load(file.read_text(encoding="utf-8"))) if file.is_file() else {}
@@ -164,7 +164,7 @@ def _settings(run: Recorded) -> Iterator[Finding]:
     for name, value in again.items():
         hidden = value == HIDDEN and HIDDEN in str(recorded.get(name))
         if name != TASK and not hidden and recorded.get(name, value) != value:
-            findings.append(differs("run.yaml", f"{name} is {value}, and {recorded[name]} in run.json"))
+            findings.append(differs("run.yaml", f"{name} is {value}, but {recorded[name]} in run.json"))
     names = {setting.name for setting in settings(TrainConfig)}
     config = TrainConfig(**{name: value for name, value in run.record["config"].items() if name in names})
     total = run.record.get("total_steps")
@@ -172,7 +172,7 @@ def _settings(run: Recorded) -> Iterator[Finding]:
     for line in steps:
         rate = learning_rate(line["step"] - 1, int(total or 0), config)
         if not math.isclose(rate, line["learning_rate"] or 0, rel_tol=1e-9):
-            what = f"step {line['step']} was made at the rate {line['learning_rate']}, and by run.json it is {rate}"
+            what = f"step {line['step']} had learning rate {line['learning_rate']}, but run.json gives {rate}"
             findings.append(differs("metrics.jsonl", f"{what}; further steps are not compared"))
             break
     yield from findings
@@ -181,11 +181,11 @@ def _settings(run: Recorded) -> Iterator[Finding]:
 
 
 def _log(run: Recorded) -> Iterator[Finding]:
-    """The lines of metrics.jsonl: complete, in order, and those that checkpoints were written with."""
+    """Whether the lines of metrics.jsonl are complete, in order, and those that checkpoints were written with."""
     name = run.run_dir.metrics.name
     steps = [line["step"] for line in run.trained]
     if wrong := next((at for at, step in enumerate(steps, 1) if step != at), None):
-        yield differs(name, f"where step {wrong} is expected, the line of step {steps[wrong - 1]} stands")
+        yield differs(name, f"the line of step {steps[wrong - 1]} is where that of step {wrong} is expected")
     content = run.run_dir.metrics.read_bytes() if run.run_dir.metrics.is_file() else b""
     chains = [""]
     for line in content.splitlines(keepends=True):
@@ -209,14 +209,14 @@ def _software(run: Recorded) -> Iterator[Finding]:
         yield undecided("versions", f"the run had {'; '.join(other)}: bits may differ")
         return
     if run.record["package_code"] != code_fingerprint():
-        yield differs("code", f"accel_sft's files are others than the run's, at the same version {now['accel-sft']}")
+        yield differs("code", f"accel_sft's files differ from the run's, at the same version {now['accel-sft']}")
         return
     findings = [*_task(run.record)]
     yield from findings or [holds("code", "accel_sft, the task and the libraries' versions are those of the run")]
 
 
 def _task(record: dict[str, Any]) -> Iterator[Finding]:
-    """What is other than the run's in its task: its file, or its package's files, or versions of what they import."""
+    """What differs from the run's task: the file of the task, its package's files, or versions of what they import."""
     if file := record.get("task_file"):
         if not Path(file["path"]).is_file() or digest_of(Path(file["path"])) != file["sha256"]:
             yield differs("task", f"{file['path']} is not what the run was made with")
@@ -234,17 +234,17 @@ def _task(record: dict[str, Any]) -> Iterator[Finding]:
             yield undecided("task", f"what it imports: {'; '.join(other)}: bits may differ")
         if now["task_code"] not in (None, record["task_code"]):
             place = sys.modules[task.__module__.partition(".")[0]].__file__
-            yield differs("task", f"the files of its package are others than the run's: {Path(str(place)).parent}")
+            yield differs("task", f"the files of its package differ from the run's: {Path(str(place)).parent}")
 
 
 def _base(run: Recorded) -> Iterator[Finding]:
-    """The weights below the run's adapter."""
+    """Compare the base weights of the run's adapter with those that it was trained on."""
     if run.record.get("base_weights") and (run.run_dir.final / "adapter_config.json").is_file():
         yield from (differs("base", line) for line in other_base(find_source(str(run.run_dir.final))))
 
 
 def _data(run: Recorded) -> Iterator[Finding]:
-    """The files of rows, as far as they are found from the folder that this command is started in."""
+    """Compare the files of rows that are found from the folder in which this command is started."""
     files = {name: digest for split in mapping(run.record.get("data_files")).values() for name, digest in split}
     same, gone = [], []
     for name, digest in files.items():
@@ -253,7 +253,7 @@ def _data(run: Recorded) -> Iterator[Finding]:
         elif digest_of(Path(name)) == digest:
             same.append(name)
         else:
-            yield differs(name, "its content is another than the run was trained on")
+            yield differs(name, "its content is not what the run was trained on")
     if same:
         yield holds("data", f"{', '.join(same)}: as the run read it")
     if gone:

@@ -30,11 +30,11 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFF
 _MEASURED = {"seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", KEY, *COSTS}
 """Keys of metrics.jsonl for times and speeds, which no second run repeats."""
 _ALL = "1000000"
-"""--keep-checkpoints of a segment: the one at its end stays, however far the run gets until it is killed."""
+"""--keep-checkpoints of a segment: the checkpoint at its end stays, however far the run gets before it is killed."""
 _COMPUTED = {"loss", "grad_norm"}
 """Keys of a step's line that rounding changes; all others are a function of data and settings."""
 _REFUSED = "the run was started with"
-"""In each line by which a resume refuses settings, data, code or weights that are not those of the record."""
+"""Text of each line with which a resume refuses settings, data, code or weights other than those of the record."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ def candidates(run: Recorded, *, from_start: bool) -> list[Segment]:
 
 
 def chosen(possible: Sequence[Segment], count: int, seed: int) -> list[Segment]:
-    """Draw `count` of the segments, each with the same chance, so that every step has it too."""
+    """Draw `count` of the segments, each with the same chance, so that every step has the same chance too."""
     drawn = random.Random(seed).sample(possible, min(count, len(possible)))
     return sorted(drawn, key=lambda segment: segment.begin)
 
@@ -76,7 +76,7 @@ def conclusions(run: Recorded, possible: Sequence[Segment], again: Sequence[Segm
     """How much of the run the segments in `again` verify, and which steps cannot be verified."""
     if not possible:
         kept = "no two checkpoints are kept; --from-start runs the steps up to the first one"
-        return [f"no segment can be run again: {'it was on several machines' if run.machines > 1 else kept}"]
+        return [f"no segment can be run again: {'the run was on several machines' if run.machines > 1 else kept}"]
     covered = sum(segment.steps for segment in again)
     lines = [f"{len(again)} of {len(possible)} segments were run again ({covered:,} of {run.last_step:,} steps)"]
     if first := possible[0].begin:
@@ -109,8 +109,8 @@ def _maker(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_again(run: Recorded, segment: Segment, tolerance: float) -> Finding:
-    """Run the segment again, and say how its weights, optimizer states and lines differ from those recorded; where bits
-    may differ, losses may by `tolerance`, relative."""
+    """Run the segment again, and say how its weights, optimizer states and lines differ from those recorded. Where bits
+    may differ, a relative difference of losses up to `tolerance` is allowed."""
     with tempfile.TemporaryDirectory(prefix="accel_sft-verify-") as folder:
         again = RunDir(Path(folder) / "run")
         _begin(run, segment, again)
@@ -124,18 +124,18 @@ def run_again(run: Recorded, segment: Segment, tolerance: float) -> Finding:
 
         def watch() -> None:
             heartbeat()
-            if not ends and again.checkpoint(segment.end).is_dir():  # it is whole, and the run is not needed any more
+            if not ends and again.checkpoint(segment.end).is_dir():  # the segment is complete
                 kill_all(again.path)
 
         launch(command, variables, again.path, log, math.inf, watch)
         if not (again.final if ends else again.checkpoint(segment.end)).is_dir():
-            cause = _cause(again, log)  # a missing file, or a full disk, shows nothing of the run
+            cause = _cause(again, log)  # a missing file, or a full disk, says nothing about the run
             return (differs if _REFUSED in cause else undecided)(str(segment), f"cannot be run again: {cause}")
         return _compared(run, segment, again, tolerance)
 
 
 def _begin(run: Recorded, segment: Segment, again: RunDir) -> None:
-    """Make the folder of a run that goes on at the segment's begin."""
+    """Make the folder of a run that resumes at the segment's beginning."""
     run_dir = run.run_dir
     again.checkpoints.mkdir(parents=True)
     files = [run_dir.record, run_dir.batching, run_dir.most_tokens]
@@ -170,7 +170,7 @@ def _launcher(run: Recorded, folder: Path) -> list[str]:
 def _cause(again: RunDir, log: Path) -> str:
     """Why a run ended, by its result or the end of its output."""
     last = [line for line in read_text(log, "replace").splitlines() if line.strip()][-1:]
-    lines = str(_result(again).get("error") or "".join(last) or "it ended without a word").splitlines()
+    lines = str(_result(again).get("error") or "".join(last) or "it ended without a message").splitlines()
     return one_line(lines[0], LONGEST_ERROR)
 
 

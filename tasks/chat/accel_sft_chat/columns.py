@@ -1,6 +1,6 @@
 """Recognises a row's published form by its columns: chat messages, prompt and completion, Alpaca's, or raw text.
 
-What no form reads of a row is refused or named: keys.py decides it.
+keys.py decides which of the columns that a form does not read are refused, and which are reported.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ COLUMNS = {
 """Names by which the column of each kind is recognised; `--columns` gives a kind another name."""
 RAW_TEXT = "raw text"
 _LISTS = ("conversation", "dialogue", "dialog", "contents")
-"""Names of columns with messages only where they hold a list: others write a text under them."""
+"""Columns with these names have messages only if they hold a list: some data sets have a text in them."""
 _VARIABLES = "chat_template_kwargs"
 _FORMS = (("messages",), ("prompt", "completion"), ("instruction", "output"), ("text",))
 _SAID = ("content", "tool_calls", "function_call")
 _NO_RAW_TEXT = ("label", "labels", "sentiment", "intent", "role", "parent_id", "image", "images", "file_name")
-"""Columns beside a text by which it is no raw text, unless --columns names it: of labels, trees and captions."""
+"""Columns that show that the text beside them is not raw text, unless --columns names it: labels, trees, captions."""
 _TOOLS_IN_TEXT = re.compile(r"<tools>(.*?)</tools>", re.DOTALL)
 _NAME_OF_TOOL = re.compile(r"""["']name["']\s*:\s*["']([^"']+)["']""")
 _REPR = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")
@@ -52,7 +52,7 @@ class RowTurns(NamedTuple):
     """A row as it was read.
 
     Attributes:
-        form: its form in words, with the names of its columns; raw text begins with RAW_TEXT, and is its only turn.
+        form: its form in words, with the names of its columns. For raw text, a single turn, it begins with RAW_TEXT.
         turns: its turns, unchanged.
         system_text: the text of its system column, or "".
         tools: the schemas of its tools.
@@ -99,7 +99,7 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
         folder: the folder that the paths of images are relative to.
     Raises:
         RowProblem: a field does not hold what it should.
-        RowRefused: the form is unknown, or a column says what to learn in a way that is not known here.
+        RowRefused: the form is unknown, or a column says what to learn in a way that this task does not know.
     """
     named, remarks, given = dict(columns), Remarks(), row
     row = row if columns else _unwrapped(row)
@@ -120,7 +120,7 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
                 way = f"--columns prompt={first},completion={name}; the texts alone: --columns text={first}"
                 raise RowRefused(name, f"no {name} beside raw text; to learn it: {way}")
         refused = refused_in(row)
-        refused.pop("label", None)  # of a text, not of an answer
+        refused.pop("label", None)  # the label of a text, not a judgement of an answer
         remarks.look(row, {first}, refused)
         turns = [{"role": "assistant", "content": _text(row, first, remarks, needed=True)}]
         return RowTurns(f"{RAW_TEXT} (column {first})", turns, "", None, tuple(remarks.notes), tuple(remarks.unread))
@@ -136,7 +136,7 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
         second, earlier = column(form[1]), column("history")
         read |= {second, earlier}
         if number := _rows_in(row[first], row[second]):
-            expected = f"one text, got {number} here and in {second}: columns; write a row for each, as JSON Lines"
+            expected = f"one text, got {number} here and in {second}; write a row for each, as JSON Lines"
             raise RowRefused(first, expected)
         if form[0] == "prompt":
             past = [{**turn, IN_PROMPT: True} for turn in _history(row, earlier, remarks)]
@@ -162,7 +162,7 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
 
 
 def _unwrapped(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The row with the messages of what wraps them: OpenAI's batch requests, and xLAM's queries with calls."""
+    """The row with messages, taken out of what wraps them: OpenAI's batch requests, or xLAM's queries with calls."""
     body = row.get("body")
     if isinstance(body, dict) and "messages" in body and "messages" not in row:
         return {**{key: value for key, value in row.items() if key != "body"}, **body}
@@ -180,7 +180,7 @@ def _recognised(
     """For rows with these columns: the column of each kind, "" if there is none, and the forms that they may have.
 
     Args:
-        filled: the columns whose value is neither null nor empty, which count where two stand for one kind.
+        filled: the columns whose value is neither null nor empty; such a column wins over another of the same kind.
     """
     named = dict(columns)
     kinds = {what: (named[what],) if what in named else names for what, names in COLUMNS.items()}
@@ -212,7 +212,7 @@ def _names_image(value: Any) -> bool:
 
 
 def _text(row: Mapping[str, Any], column: str, remarks: Remarks, *, needed: bool = False) -> str:
-    """A column's text; "" if there is none and none is needed."""
+    """A column's text; "" if there is none, unless it is `needed`."""
     value = row.get(column)
     if isinstance(value, str) and _REPR.match(value):
         raise RowRefused(column, "JSON of messages, got Python's repr of them: write them with json.dumps or to_json")
@@ -243,7 +243,7 @@ def _system(row: Mapping[str, Any], column: str, remarks: Remarks) -> str:
 
 
 def _rows_in(*columns: Any) -> int:
-    """How many rows a row holds if its columns are lists of as many texts; 0 if it is one row."""
+    """The number of rows in a row whose columns are lists of equally many texts; 0 for any other row."""
     if not all(isinstance(column, list) and all(isinstance(text, str) for text in column) for column in columns):
         return 0
     return len(columns[0]) if len(set(map(len, columns))) == 1 else 0
@@ -264,7 +264,7 @@ def _pair(row: Mapping[str, Any], prompt: str, completion: str, remarks: Remarks
     else:
         answered = [{"role": "assistant", "content": _text(row, completion, remarks, needed=True)}]
     if turns[-1]["role"] == answered[0]["role"] == "assistant":
-        expected = f"no begun answer at its end, which {completion} would go on with: put all of the answer there"
+        expected = f"no begun answer at its end, for {completion} to continue; put the whole answer into {completion}"
         raise RowProblem(prompt, expected)
     if not prompt_turns and not answer_turns:
         turns[0]["continued"] = True
@@ -272,7 +272,7 @@ def _pair(row: Mapping[str, Any], prompt: str, completion: str, remarks: Remarks
 
 
 def _history(row: Mapping[str, Any], column: str, remarks: Remarks) -> list[Turn]:
-    """Earlier turns, from a list of pairs of question and answer, or of messages, or JSON of one as in a CSV cell."""
+    """Earlier turns, from a list of pairs of question and answer, a list of messages, or JSON of such a list."""
     pairs, turns = row.get(column), []
     if isinstance(pairs, str):
         try:
@@ -289,7 +289,7 @@ def _history(row: Mapping[str, Any], column: str, remarks: Remarks) -> list[Turn
 
 
 def _turns_of_pairs(value: Any) -> list[Turn]:
-    """The messages of a list of pairs of input and output, as Capybara has them; [] if it is none."""
+    """The messages of a list of pairs of input and output, as in Capybara; [] if `value` is not such a list."""
     if not isinstance(value, list) or not all(
         isinstance(pair, dict) and {*pair} == {"input", "output"} for pair in value
     ):
@@ -299,9 +299,9 @@ def _turns_of_pairs(value: Any) -> list[Turn]:
 
 
 def _messages_in(value: Any) -> list[Any] | None:
-    """A list of messages, one message, or a list that a text holds as JSON, as in a CSV cell; None: it is a text.
+    """The messages in a list, in one message, or in JSON of a list, as in a CSV cell; None if `value` is a text.
 
-    A list, or a text that is JSON of one, may also be something else, which the model is to read or to answer with.
+    A list, or JSON of a list, may also be a text: data that the model is to read or to answer with.
     """
     if isinstance(value, str):
         parsed = None
@@ -320,7 +320,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]] | None:
-    """The schemas of tools, from a list of them or of JSON of each, or JSON of a list; None if there are none."""
+    """The schemas of tools, from a list of schemas or of their JSON, or from JSON of a list; None if there are none."""
     value = row.get(column)
     if isinstance(value, str):
         try:
@@ -364,8 +364,8 @@ def _variables(row: Mapping[str, Any]) -> dict[str, Any] | None:
     if value is not None and not isinstance(value, dict):
         raise RowProblem(_VARIABLES, f"an object, or JSON of one, got {kind(value)}")
     for name, held in (value or {}).items():
-        as_text = isinstance(held, str) and held.strip().lower() in ("true", "false")  # true for every template
+        as_text = isinstance(held, str) and held.strip().lower() in ("true", "false")  # any text counts as true
         if as_text or (name.startswith("enable_") and not isinstance(held, (bool, type(None)))):
-            raise RowProblem(f"{_VARIABLES}.{name}", f"true or false as JSON, no text or number, got {held!r:.40}")
+            raise RowProblem(f"{_VARIABLES}.{name}", f"true or false as JSON, not a text or number, got {held!r:.40}")
     variables = {name: held for name, held in (value or {}).items() if held is not None}
     return variables or None

@@ -10,9 +10,9 @@ from accel_sft import RowProblem
 from accel_sft_chat.messages import IMAGE, Turn, image_address
 from accel_sft_chat.values import kind
 
-PUT_FIRST = f"with images and no {IMAGE} in their texts, which are put before the first question"
+PUT_FIRST = f"with images and no {IMAGE} in their texts; the images are put before the first question"
 
-WITHOUT = f"with {IMAGE} in a text and no image in the row, where it stays a word"
+WITHOUT = f"with {IMAGE} in a text and no image in the row; the mark stays a word"
 
 
 def with_images(turns: list[Turn], value: Any, column: str, folder: str) -> tuple[list[Turn], tuple[str, ...]]:
@@ -70,7 +70,7 @@ def _paths(value: Any, column: str, wanted: bool) -> list[str]:
 
 
 def _is_empty(image: Any) -> bool:
-    """Whether this stands where a row has no image: an empty text, null, or an object without values."""
+    """Whether this value means that the row has no image: an empty text, null, or an object without values."""
     return image in ("", None) or (isinstance(image, dict) and not any(image.values()))
 
 

@@ -1,7 +1,7 @@
-"""Decides for each level of a row which of its keys are refused by name, and which are named because nobody reads them.
+"""Decides for each level of a row which of its keys are refused by name, and which are reported as not read.
 
-A reader of a level says which keys it reads. Any other key that has a value is refused if it would change what is
-learnt in a way that the trainer does not know, and is else named: "not read: source (200 rows)".
+A reader of a level says which keys it reads. Any other key with a value is refused if it would change what is learnt in
+a way that the trainer does not know. Otherwise it is reported: "not read: source (200 rows)".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from accel_sft import RowProblem
 
 _MARK = "a turn's mark: weight, train or loss"
 _MASK = f"{_MARK}; no mask of tokens is read"
-_MEDIA = "text and images alone: no video and no sound is trained on"
+_MEDIA = "only text and images: video and sound are not trained on"
 VIDEOS = dict.fromkeys(("video", "videos", "audio", "audios"), _MEDIA)
 _MASKS = dict.fromkeys(
     ("loss_mask", "loss_masks", "completion_mask", "assistant_mask", "assistant_masks", "prompt_mask"), _MASK
@@ -29,14 +29,14 @@ _JUDGED = (
 )
 _SECOND = f"one answer: {_NO_PREFERENCES} the other answer alone, drop this column"
 _SWITCHES = dict.fromkeys(
-    ("enable_thinking", "thinking_budget", "reasoning_effort"), "it in chat_template_kwargs, an object"
+    ("enable_thinking", "thinking_budget", "reasoning_effort"), "this key within the object chat_template_kwargs"
 )
 _ROW_MARKS = ("weight", "train", "loss", "mask", *_WEIGHTS)
 REFUSED_IN_TURNS = {
     **VIDEOS,
     **_MASKS,
     **_WEIGHTS,
-    "train_detail": f"{_MARK}; a turn is learnt or not as one",
+    "train_detail": f"{_MARK}; a turn is learnt as a whole or not at all",
     **dict.fromkeys(("mask", "masked"), _MASK),
     **dict.fromkeys(("training", "trainable"), _MARK),
     "channel": "an answer's thinking as its reasoning_content: no channel is read",
@@ -48,7 +48,7 @@ AS_JSON = "with numbers, lists or objects in place of texts, which are read as J
 
 
 def refused_in(row: Mapping[str, Any]) -> dict[str, str]:
-    """What is expected in place of the columns of a row that are refused, some of them by what they hold."""
+    """What is expected in place of each column of a row that is refused; some are refused only with certain values."""
     refused = {**VIDEOS, **_MASKS, **_SWITCHES, **dict.fromkeys(("rejected_response", "rejected_messages"), _SECOND)}
     refused |= {name: _JUDGED for name in ("label", "kto_tag") if isinstance(_in_cell(row.get(name)), bool)}
     for name in _ROW_MARKS:
@@ -63,7 +63,7 @@ def refused_in(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _in_cell(value: Any) -> Any:
-    """A number, list or word of JSON's that a text holds, as all cells of a CSV file do; else the value itself."""
+    """The number, list or JSON word in a text, as in the cells of a CSV file; otherwise the value itself."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(value.strip().lower())
@@ -80,13 +80,13 @@ def preferred(row: Mapping[str, Any]) -> str:
 
 
 class RowRefused(RowProblem):
-    """A key that says what to learn in a way that is not known here: its file is refused, with or without
+    """For a key that says what to learn in a way that this task does not know: the file is refused, with or without
     --strict-rows."""
 
 
 @dataclasses.dataclass
 class Remarks:
-    """What is to be said of a row.
+    """Remarks on a row, for the user.
 
     Attributes:
         notes: what was done to it.
@@ -114,7 +114,7 @@ class Remarks:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a key has nothing to say."""
+    """Whether a key's value is empty."""
     return value is None or value in ("", [], {}) or (isinstance(value, str) and not value.strip())
 
 

@@ -12,8 +12,8 @@ from accel_sft_chat.values import as_json, functions_in, json_in, kind, text_of
 Turn = dict[str, Any]
 """A message with `role` (system, user, assistant or tool) and `content`.
 
-If given: `tool_calls`, `tool_call_id`, `name`, `reasoning_content`; `continued`, True for a text that the answer goes
-on with; an assistant's `weight`, 0 or 1, if the row says whether the turn is learnt; and `images`, a path for each
+If given: `tool_calls`, `tool_call_id`, `name`, `reasoning_content`; `continued`, True for a text that the answer
+continues; an assistant's `weight`, 0 or 1, if the row says whether the turn is learnt; and `images`, a path for each
 <image> in the content, None for one from the row's column.
 """
 
@@ -27,7 +27,7 @@ _IMAGES = ("image", "image_url", "input_image")
 """Types of a message's parts that are texts, and of those that are images."""
 _PATHS = ("image", "path", "url", "image_url", "source")
 _ORDER = {"thinking": 0, "tool_result": 0, "": 1, "tool_use": 2}
-"""Types of parts that are something else than the content, and where they stand to it."""
+"""Types of parts that are not content (""), and the order in which they stand before or after the content."""
 _THINKING = ("reasoning_content", "reasoning", "thinking")
 _MARKS = ("weight", "train", "loss")
 _BESIDE = {"name", "tool_call_id", "tool_calls", "function_call", *_THINKING, *_MARKS}
@@ -47,7 +47,7 @@ _CALL_MARK = re.compile(
     re.IGNORECASE,
 )
 """How templates begin a call of a tool as text."""
-OTHERS_MARKED = "with turns marked to be learnt that are not the assistant's, which are not learnt"
+OTHERS_MARKED = "with turns marked to be learnt that are not the assistant's; these turns are not learnt"
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -88,7 +88,7 @@ def read_turns(value: Any, field: str, remarks: Remarks) -> tuple[list[Turn], bo
 
 
 def _refuse_written_calls(before: list[Turn], turn: Turn, field: str) -> None:
-    """Refuse calls that a text has too, of the same turn or of one that is joined to it: they are learnt twice."""
+    """Refuse calls that are also in a text, of this turn or of one joined to it: they would be learnt twice."""
     calls = [call["function"] for call in turn.get("tool_calls", ())]
     for turn_before in [*(other for other in before if other["role"] == "assistant"), turn] if calls else ():
         mark = _CALL_MARK.search(turn_before["content"])
@@ -98,7 +98,7 @@ def _refuse_written_calls(before: list[Turn], turn: Turn, field: str) -> None:
 
 
 def _turns(message: Any, field: str, remarks: Remarks) -> list[Turn]:
-    """The turns of a message: one, or the results of tools that stand before a user's text."""
+    """The turns of a message: usually one; results of tools in a user's message become turns before it."""
     if not isinstance(message, dict):
         raise RowProblem(field, f"a message, an object with role and content, got {kind(message)}")
     names = ("from", "value") if message.get("from") is not None else ("role", "content")
@@ -110,7 +110,7 @@ def _turns(message: Any, field: str, remarks: Remarks) -> list[Turn]:
     turn: Turn = {"role": role, "content": ""}
     given, where = message.get(names[1]), f"{field}.{names[1]}"
     remarks.look(message, _READ_WITHOUT_CONTENT if given is None else _READ[names], REFUSED_IN_TURNS, f"{field}.")
-    if role != "tool":  # a tool's may be any JSON
+    if role != "tool":  # a tool's content may be any JSON
         _refuse_other_parts(given, where)
     results: list[Turn] = []
     if role == "calls":
@@ -135,7 +135,7 @@ def _turns(message: Any, field: str, remarks: Remarks) -> list[Turn]:
             turn[name] = _text(message[name], f"{field}.{name}")
     thoughts = {name: _text(message[name], f"{field}.{name}") for name in _THINKING if message.get(name) is not None}
     if len({*thoughts.values()} - {""}) > 1:
-        raise RowProblem(field, f"one thinking, got another text in each of {', '.join(thoughts)}")
+        raise RowProblem(field, f"one thinking, got different texts in {', '.join(thoughts)}")
     if thoughts and turn["role"] == "assistant":
         turn["reasoning_content"] = max(thoughts.values())
         marked = turn["content"].lstrip().startswith("<think>") or "</think>" in turn["content"]
@@ -152,7 +152,7 @@ def _turns(message: Any, field: str, remarks: Remarks) -> list[Turn]:
 
 
 def _result(block: Turn, field: str, remarks: Remarks) -> Turn:
-    """The turn of a part that is the result of a tool, as Anthropic has them."""
+    """The turn of a part that has the result of a tool, as in Anthropic's form."""
     remarks.look(block, {"type", "tool_use_id", "name", "content"}, REFUSED_IN_PARTS, f"{field}.")
     keys = {"tool_use_id": "tool_call_id", "name": "name"}
     named = {keys[key]: block[key] for key in keys if isinstance(block.get(key), str)}
@@ -163,7 +163,7 @@ def _result(block: Turn, field: str, remarks: Remarks) -> Turn:
 
 
 def _refuse_other_parts(value: Any, field: str) -> None:
-    """Refuse parts of forms that are not read, in place of which JSON of them would be learnt."""
+    """Refuse parts in forms that are not read: their JSON would be learnt instead."""
     for number, part in enumerate(value if isinstance(value, list) else [value]):
         given = {name: held for name, held in part.items() if held is not None} if isinstance(part, dict) else {}
         others = [name for name in given if name in _OTHERS_PARTS and isinstance(given[name], dict)]
@@ -206,7 +206,7 @@ def _calling(message: Turn, role: str, field: str) -> str:
     if keys and role != "assistant":
         raise RowProblem(f"{field}.{keys[0]}", f"no call in a turn of the {role}: the assistant calls tools")
     if len(keys) > 1:
-        raise RowProblem(f"{field}.function_call", "calls in it or in tool_calls, not in both")
+        raise RowProblem(f"{field}.function_call", "calls in function_call or in tool_calls, not in both")
     return keys[0] if keys else ""
 
 
@@ -248,14 +248,14 @@ def content_of(value: Any, field: str, role: str, called: bool, remarks: Remarks
 
 
 def _look_at_part(part: Turn, read: set[str], where: str, remarks: Remarks) -> None:
-    """Name what is not read of a part of a turn, and refuse a mark by which it is not learnt like the others."""
+    """Report keys of a turn's part that are not read, and refuse a mark by which only this part would not be learnt."""
     remarks.look(part, {*read, *_MARKS}, REFUSED_IN_PARTS, f"{where}.")
     if marked := next((name for name in _MARKS if part.get(name) not in (None, True, 1)), None):
         raise RowRefused(f"{where}.{marked}", REFUSED_IN_TURNS["train_detail"])
 
 
 def _typed(part: Any) -> Turn | None:
-    """A part of a content, with its type, which Qwen's own form leaves out; None if it is no part."""
+    """A part of a content, with its type, which Qwen's own form leaves out; None if this is not a part."""
     if not isinstance(part, dict):
         return None
     if isinstance(part.get("type"), str):
@@ -265,7 +265,7 @@ def _typed(part: Any) -> Turn | None:
 
 
 def _addressed(part: Turn) -> Turn:
-    """An image's part with its address under a key of OpenAI's, also where it has Anthropic's `source`."""
+    """An image's part with its address under OpenAI's key `url`, if Anthropic's `source` has the address."""
     source = part.get("source")
     if not isinstance(source, dict):
         return part
@@ -274,8 +274,8 @@ def _addressed(part: Turn) -> Turn:
 
 
 def image_address(image: Any) -> Any:
-    """An image's path or address. Its bytes, which `read_rows` gives as {"base64": ...}, win over a path beside them,
-    and become a data: address."""
+    """An image's path or address. If it has bytes, which `read_rows` gives as {"base64": ...}, they become a data:
+    address, even if there is a path too."""
     if not isinstance(image, dict):
         return image
     content = image.get("bytes") or image
@@ -303,7 +303,7 @@ def _json(value: Any, field: str) -> Any:
 
 
 def read_calls(value: Any, field: str, remarks: Remarks) -> list[Turn]:
-    """Calls of tools in OpenAI's form, with their arguments, often given as a JSON text, as an object."""
+    """Calls of tools in OpenAI's form. The arguments become an object, also if the row has them as JSON text."""
     calls = []
     for number, call in enumerate(value if isinstance(value, list) else [value]):
         function = call.get("function", call) if isinstance(call, dict) else None

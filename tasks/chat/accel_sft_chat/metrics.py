@@ -19,12 +19,12 @@ from accel_sft_chat.values import functions_in
 _SPELT = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _LETTER = rf"[[\p{{L}}\p{{N}}]--[{_SPELT}]]"
 _ANY_LETTER = r"[\p{L}\p{N}_]"
-# signs that tell -1 from 1, 10% from 10, C, C++ and C# apart, and A, A+ and A-, are part of the word
+# a word includes the signs that distinguish -1 from 1, 10% from 10, C++ and C# from C, and A+ and A- from A
 _SIGNS = rf"(?:[+#%]+(?![_{_LETTER}])|(?<=(?<!{_ANY_LETTER}){_ANY_LETTER})-(?!{_ANY_LETTER}|-))"
 _NEGATIVE = rf"(?:(?<![_{_LETTER}])(?<!-)-(?=\.?\d))?(?:(?<!{_ANY_LETTER})\.(?=\d))?"
-# * and / between blanks are operators, but a * that begins a line is a bullet; a dash between words is none
+# * and / between blanks are operators, but a * that begins a line is a bullet; a dash between words is not an operator
 _OPERATORS = r"!=+|[<>=]+|(?<=\d )-(?= \d)|(?<=\S[ \t]+|\()[*\/]+(?![^\s),;])|(?<![\w!])!(?=[\w(])"
-# a word keeps its combining marks (vowels of Indic scripts, harakat), a number the marks inside it (1.5, 12:30)
+# a word keeps its combining marks (vowels of Indic scripts, harakat), a number keeps the marks inside it (1.5, 12:30)
 _WORD = rf"{_LETTER}(?:{_LETTER}|\p{{M}})*"
 _NUMBER = rf"{_NEGATIVE}{_WORD}(?:(?<=\d)[.,\/:\-](?=\d){_WORD})*{_SIGNS}?"
 _TOKEN = regex.compile(rf"[{_SPELT}]|{_NUMBER}|{_OPERATORS}|[\p{{Sm}}\p{{Sc}}\p{{So}}]", regex.VERSION1)
@@ -51,9 +51,9 @@ def exact(expected: str, text: str) -> dict[str, float]:
 
 
 def f1(expected: str, text: str) -> dict[str, float]:
-    """The F1 of words, each counted as often as it occurs, without case and punctuation that is no sign of the word.
+    """The F1 of words, each counted as often as it occurs. It ignores case, and punctuation that is not part of a word.
 
-    This is SQuAD's score of answers, but no word is left out. If a text has no words, only an exact match counts.
+    This is SQuAD's score of answers, but it leaves out no words. If a text has no words, only an exact match counts.
     """
     wanted, given = (Counter(_tokens(each)) for each in (expected, text))
     if not wanted or not given:
@@ -102,7 +102,7 @@ def loss_only(expected: str, text: str) -> dict[str, float]:
 METRICS = {
     "f1": Metric("token_f1", f1),
     "exact": Metric("exact_match", exact),
-    "accuracy": Metric("exact_match", exact),  # the name under which it is looked for
+    "accuracy": Metric("exact_match", exact),  # the name that people look for
     "chrf": Metric("chrf", chrf),
     "json": Metric("json_equal", json_equal),
     "regex": Metric("regex_match", exact),

@@ -17,27 +17,27 @@ from accel_sft_chat.metrics import METRICS, UNANSWERED, comparable, comparable_t
 from accel_sft_chat.turns import LEARN, Dialogue, dialogue
 
 _SHARE, _MOST = 0.05, 500
-"""Share of --train-file's rows that is held out by default, and the most rows."""
+"""Share of --train-file's rows that is held out by default, and the maximum number of rows."""
 _FEWEST, _LOOKED_AT = 12, 200
-"""Fewest rows of an evaluation from which a note on their answers is given, and most rows that are looked at."""
+"""Minimum number of evaluated rows for a note on their answers, and maximum number that is examined for it."""
 _LONGEST_LABEL = 60
-"""Characters of a label, an answer that several rows have."""
+"""Maximum number of characters of a label, which is an answer that several rows have."""
 _ENOUGH = 100
-"""Rows held out from which on nothing is said of how well a score of them is known."""
+"""From this number of held-out rows on, no note says how uncertain their score is."""
 _ONE_WORD = (
-    "answers are single words or labels, and --metric f1 gives one with further words a part of the mark; --metric "
-    "exact counts right answers alone"
+    "answers are single words or labels; --metric f1 scores a right word among others as partly right, --metric exact "
+    "as wrong"
 )
 _REMEMBERED = (
-    "{:,} rows are evaluated that are trained on too (--held-out 0): their scores say what is remembered, not what is "
+    "{:,} rows are both trained on and evaluated (--held-out 0): their scores show what is remembered, not what is "
     "learnt"
 )
 _FILES = (
-    "JSON, JSONL, CSV, Parquet or text, also .gz .bz2 .xz .zst, a folder of them, or a data set of the hub (ORG/NAME), "
-    "either with :SPLIT; may be repeated."
+    "JSON, JSONL, CSV, Parquet or text, also .gz .bz2 .xz .zst, a folder of them, or a data set of the hub (ORG/NAME); "
+    "the last two may end with :SPLIT. May be repeated."
 )
 _UNSHOWN = re.compile(r", got (['\"]|-?\d+\.\d).*|[:,]? \(.*", re.DOTALL)
-"""What of a problem differs from row to row, so that equal problems are counted together."""
+"""The part of a problem that differs from row to row; without it, equal problems are counted together."""
 _RENDERED = re.compile(
     r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<\|start\|>|\[INST\]|<\|(user|assistant)\|>|<｜(User|Assistant)｜>"
     r"|^### ?(Human|User|Instruction|Assistant|Response):|^USER: .*ASSISTANT: ",
@@ -45,7 +45,7 @@ _RENDERED = re.compile(
 )
 """Marks that chat templates write around turns."""
 _RENDERED_TEXT = (
-    "that a chat template wrote, by their marks: give their messages or, if these are the model's own tokens, "
+    "with the marks of a chat template in their text: give their messages or, if the marks are the model's own tokens, "
     "--control-tokens tokens"
 )
 
@@ -58,26 +58,28 @@ class Chat(Task):
 
     train_file: str | None = option(None, rows=True, help=f"Rows to train on: {_FILES}")
     validation_file: str | None = option(
-        None, rows=True, help="Rows to evaluate, the same; without: some of --train-file's."
+        None, rows=True, help="Rows to evaluate, in the same forms; default: some of --train-file's."
     )
     held_out: float | None = option(
         None,
-        help="Rows of --train-file to evaluate: a share below 1, or their number; without: 5 %, at most 500; 0: "
-        "train on all rows, and evaluate on so many of them.",
+        help="Rows of --train-file to evaluate: a share below 1, or a number; default: 5 %, at most 500. 0: train "
+        "on all rows, and evaluate on as many of them as by default.",
     )
-    data_seed: int = option(0, min=0, help="Of which rows are held out.")
+    data_seed: int = option(0, min=0, help="Seed of the choice of held-out rows.")
     columns: str | None = option(
-        None, help="Columns by name where they are not recognised: prompt=question,completion=answer"
+        None, help="Names of columns that are not recognised: prompt=question,completion=answer"
     )
-    strict_rows: bool = option(False, help="Refuse a file with a malformed row, which is else left out and counted.")
+    strict_rows: bool = option(
+        False, help="Refuse a file with a malformed row; off: leave out such rows, and count them."
+    )
     system_prompt: str | None = option(None, help="System prompt of rows without one.")
     learn: str = option("every", choices=LEARN, help="Turns of the assistant that carry loss; weight 0 never does.")
     metric: str = option(
         "f1",
         choices=tuple(METRICS),
-        help="What answers are scored by; loss, perplexity: no answer is generated. Raw text: perplexity.",
+        help="How answers are scored; loss, perplexity: no answer is generated. Raw text has perplexity by default.",
     )
-    regex: str | None = option(None, help="For --metric regex: what it finds in the answer must equal the row's.")
+    regex: str | None = option(None, help="For --metric regex: its match in the answer must equal that in the row's.")
 
     def __post_init__(self) -> None:
         if self.metric in METRICS and not self._own_metric:  # `problems` reports an unknown metric
@@ -107,7 +109,7 @@ class Chat(Task):
         if self._own_metric and self.metric != "f1":
             found.append(f"--metric {self.metric}: answers are scored by {self.main_metric} of the task; leave it out")
         if (self.metric == "regex") != (self.regex is not None):
-            found.append("--regex: goes with --metric regex, and it with --regex; give both or none")
+            found.append("--regex and --metric regex need each other: give both or none")
         elif self.regex is not None:
             try:
                 re.compile(self.regex)
@@ -158,11 +160,11 @@ class Chat(Task):
         return score(comparable(example.answer), comparable_text(text) if calls else text)
 
     def _with_advice(self, rows: Any, notes: Sequence[str]) -> Any:
-        """The rows to evaluate, with a note if answers are single words or labels, which --metric exact suits. Raw text
-        among them is scored by perplexity.
+        """The rows to evaluate, with a note if answers are single words or labels, for which --metric exact is better.
+        If raw text is among them, they are scored by perplexity.
 
         Args:
-            notes: those of the rows as they were read.
+            notes: the notes from reading the rows.
         """
         if self.metric not in UNANSWERED and self._by_loss(notes) and any(not row.prompt for row in rows):
             return self._by_perplexity(rows)
@@ -176,13 +178,13 @@ class Chat(Task):
         return rows
 
     def _by_loss(self, notes: Sequence[str]) -> bool:
-        """Whether no answer is scored, as there is raw text among the rows, or the metric is a loss."""
+        """Whether no answer is scored: there is raw text among the rows, or the metric is a loss."""
         return self.metric in UNANSWERED or any(f"read as {RAW_TEXT}" in note for note in notes)
 
     def _by_perplexity(self, rows: Any) -> Any:
         if self._own_metric:
             raise UserError(f"{self.main_metric}: raw text has no answer to score; train on it with the task chat")
-        if self.metric != "f1":  # not the default: somebody asked for it
+        if self.metric != "f1":  # not the default: the user chose it
             raise UserError(
                 f"--metric {self.metric}: raw text has no answer to compare; leave it out, or --metric perplexity"
             )
@@ -214,8 +216,8 @@ class Chat(Task):
         except UserError:  # all rows are of one group
             if self.held_out != 0:
                 raise UserError(
-                    f"{self.train_file}: it is {'a single row' if len(rows) == 1 else 'one prompt in all rows'}, so "
-                    "none can be held out; give --validation-file, or --held-out 0: scores then tell of memory",
+                    f"{self.train_file}: {'there is one row' if len(rows) == 1 else 'all rows have one prompt'}, so "
+                    "none can be held out; give --validation-file, or --held-out 0 to score rows that are trained on",
                     *(note for note in rows.notes if " left out: " in note),
                 ) from None
             validation = dataclasses.replace(rows[: max(wanted, 1)], notes=[])
@@ -230,7 +232,7 @@ class Chat(Task):
 
 
 def _few(count: int, of: int) -> str:
-    """How well a score of so few rows is known, and how many of all rows would do better."""
+    """How uncertain a score of so few rows is, and how many rows would make it less uncertain."""
     more = min(_ENOUGH, of // 4)
     few = f"few, a score of 0.5 is ±{_reach(count):.2f} (95%)"
     return f"{few}; --held-out {more}: ±{_reach(more):.2f}" if more > count else f"{few}; --validation-file for more"
@@ -256,7 +258,7 @@ def parse_row(
         columns: the pairs that `named_columns` returns.
         learn, system_prompt: the task's options.
         folder: the folder that the paths of images are relative to.
-        strict: refuse a malformed row; if not, it is left out.
+        strict: refuse a malformed row; otherwise it is left out.
     Raises:
         RowProblem: the row is malformed.
         RowLeftOut: nothing in the row can be learnt.

@@ -1,4 +1,4 @@
-"""Turns a row's turns into a conversation that templates accept, marks the learnt ones, and notes what was changed."""
+"""Makes a row's turns a conversation that templates accept, marks the learnt turns, and notes what was changed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LEADING = "whose first turns are the assistant's or a tool's; these turns are le
 TRAILING = "whose last turns are no answer to learn; these turns are left out"
 EMPTY = "with an empty assistant turn, which is not learnt"
 UNLEARNT = "with assistant turns of weight 0 (or train: false), which are not learnt"
-BOTH_SYSTEMS = "with a system turn and a system column, of which the turn is taken"
-GIVEN_SYSTEM = "without a system prompt, which get --system-prompt"
+BOTH_SYSTEMS = "with a system turn and a system column; the turn is taken"
+GIVEN_SYSTEM = "without a system prompt; they get --system-prompt"
 
 
 class Dialogue(NamedTuple):

@@ -10,7 +10,7 @@ from accel_sft import RowProblem, UserError, read_rows
 from accel_sft_ner.sentences import Sentence
 
 _MAX_SHOWN = 5
-"""Most problems of a row, or shared sentences, that an error names."""
+"""Maximum number of problems of a row, or of shared sentences, that an error names."""
 
 
 def read(path: str, split: str = "train") -> Sequence[Sentence]:

@@ -22,7 +22,7 @@ class Ner(Task):
     """Extract named entities as JSON.
 
     The answer is the label object, {type: {surface: [[first, last], ...]}}, spans in characters, both ends inclusive;
-    {} where there is no entity. Metrics: see `accel_sft_ner.scorer`.
+    {} if there is no entity. Metrics: see `accel_sft_ner.scorer`.
     """
 
     main_metric = "f1"
@@ -31,11 +31,11 @@ class Ner(Task):
         None, rows=True, help="Training rows in CLUENER 2020's form, JSONL or a JSON array."
     )
     validation_file: str | None = option(None, rows=True, help="Validation rows, same form.")
-    allow_overlap: bool = option(False, help="Accept validation sentences (of files) that are trained on too.")
+    allow_overlap: bool = option(False, help="Accept sentences of --validation-file that are trained on too.")
     train_sentences: int = option(20_000, min=1, help="Built-in training sentences.")
     validation_sentences: int = option(200, min=1, max=5_000, help="Built-in validation sentences.")
     language: str = option("both", choices=("both", "zh", "en"), help="Language of the built-in sentences.")
-    data_seed: int = option(0, min=0, help="Of the built-in sentences.")
+    data_seed: int = option(0, min=0, help="Seed of the built-in sentences.")
     system_prompt: str = option(SYSTEM_PROMPT, help="What the model is told to do.")
 
     def problems(self) -> list[str]:
@@ -47,9 +47,9 @@ class Ner(Task):
         for field in dataclasses.fields(self):
             if from_files and field.name in _OF_BUILT_IN and getattr(self, field.name) != field.default:
                 flag = "--" + field.name.replace("_", "-")
-                found.append(f"{flag}: is about the built-in sentences; leave it out beside --train-file")
+                found.append(f"{flag}: is only for the built-in sentences; leave it out with --train-file")
         if self.allow_overlap and not from_files:
-            found.append("--allow-overlap: is about files; the built-in sentences never overlap")
+            found.append("--allow-overlap: is only for files; the built-in sentences never overlap")
         return found
 
     def dataset(self, split: str) -> Sequence[Sentence]:

@@ -22,7 +22,7 @@
     select.append(made);
   }
 
-  // A score that is 0 or 1 for every answer says right or wrong; another is a number that may rise or fall.
+  // A score of 0 or 1 means wrong or right; any other score is a number that may rise or fall.
   function value(row, score) {
     if (row === undefined) return null;
     if (score === SAME) return Number(row[1] === answers.examples[row[0]][1]);
@@ -36,7 +36,7 @@
       option(byId("right"), number, title(number));
     });
     for (const score of [...answers.scores, SAME]) option(byId("score"), score, score);
-    // At first the first run: before training on the left, its newest evaluation on the right.
+    // At first, show the first run: its evaluation before training on the left, its newest one on the right.
     const mine = answers.evaluations.map((each, number) => ({ ...each, number })).filter((each) => each.run === answers.evaluations[0].run);
     byId("right").value = mine.at(-1).number;
     byId("left").value = mine.length > 1 ? mine[0].number : "";

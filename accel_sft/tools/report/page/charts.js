@@ -97,6 +97,6 @@
   }
   window.addEventListener("beforeprint", drawAll);
   for (const place of chartOf.keys()) nearby.observe(place);
-  // Off the screen too, when there is nothing better to do.
+  // Charts off the screen are drawn later, while the page is idle.
   setTimeout(() => drawAll().then(() => { document.documentElement.dataset.drawn = views.size; }), 500);
 })();
