@@ -93,7 +93,7 @@ def hangs(launch: Launch, seconds: float) -> bool:
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGABRT)
-    launch.process.poll()
+    launch.process.wait()  # a process that is about to end has lost its mark before it has a status
     return bool(left)
 
 
@@ -167,7 +167,8 @@ def main() -> int:
             last = outcome(stack.enter_context(started(machine, layout, f"run-{number}")), LAUNCH_SECONDS)
         differing = [key for key in last.keys() | expected[layout] if last.get(key) != expected[layout].get(key)]
         wrong += bool(differing)
-        print(f"{layout:8} run-{number}: {f'DIFFERENT {sorted(differing)}' if differing else 'identical'}", flush=True)
+        said = f"DIFFERENT {[(key, last.get(key)) for key in sorted(differing)]}" if differing else "identical"
+        print(f"{layout:8} run-{number}: {said}", flush=True)
     print(f"{kills} kills; {wrong} runs hung or ended otherwise; the runs are in {folder}")
     return bool(wrong)
 
