@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from answered import by_characters, scored_answers
 from models import Says, encode
 from models import with_template as tokenizer_with
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from accel_sft import UserError
@@ -31,7 +29,6 @@ SOUND = {
     "no end of turn": "{{ m.content }}\n",
     "an empty thinking block": THINKS_EMPTY,
     "a thinking block that is filled in": THINKS_WITHIN,
-    "an empty block on one line": "\n<think></think>\n{{ m.content.strip() }}<|im_end|>",
     "the end of a block only": "\n</think>\n\n{{ m.content }}<|im_end|>",
     "a channel": "<|channel|>final<|message|>{{ m.content }}<|im_end|>",
     "a blank on both sides": " {{ m.content | trim }} <|im_end|>",
@@ -123,6 +120,7 @@ GENERATED = [
     (EMPTY, "<think><|im_end|>", ""),
     ("an element", "odd<|im_end|>", "odd"),
     (EMPTY, "<|im_end|>", ""),
+    (EMPTY, "<think>\n\n</think>\n\na<|channel|>b<|im_end|>", "ab"),  # a token that is generated is no text
     (CHANNEL, "<|channel|>analysis<|message|>odd?<|end|><|start|>assistant<|channel|>final<|message|>odd", "odd"),
     (CHANNEL, "<|channel|>analysis<|message|>odd?<|im_end|>", ""),
     (CHANNEL, "final odd<|im_end|>", "final odd"),
@@ -174,52 +172,9 @@ def test_template_dropping_a_message_is_refused_by_row_and_role(tokenizer, templ
         encoding(own, ["odd"], task=task)
 
 
-@pytest.mark.parametrize("taken", [True, False])
-def test_indentation_that_a_token_takes_is_named(tokenizer, taken):
-    own = with_template(tokenizer, SOUND["nothing around it"])
-    own.add_tokens([AddedToken("<|a|>", special=True, rstrip=taken)])
-    own.chat_template = own.chat_template.replace("<|im_start|>assistant\n", "<|a|>")
-    notes = encoding(own, ["odd", "    odd\n    even"]).notes
-    assert [note for note in notes if "white space that answers begin with" in note] == notes[: int(taken)]
-    assert bool(notes) == taken
-
-
-def test_thinking_that_the_prompt_opens_is_not_lost(tokenizer):
-    own = with_template(tokenizer, "{{ m.content.split('<think>')[-1] }}<|im_end|>")
-    own.chat_template = own.chat_template.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
-    answer = "<think>two</think>odd"
-    assert own.decode(learnt(own, [answer])[0]) == "two</think>odd<|im_end|>"
-    assert scored(own, [answer], learnt(own, [answer])).metrics["right"] == 1.0
-    own.chat_template = own.chat_template.replace("'<think>'", "'</think>'")
-    with pytest.raises(UserError, match="the answer would not be trained on"):
-        encoded(own, [answer])
-
-
 def test_answer_naming_the_end_of_turn_is_not_cut(tokenizer):
     own = with_template(tokenizer, SOUND["no end of turn"])
     assert own.decode(learnt(own, ["a<|im_end|>b"])[0]) == "a<|im_end|>b\n<|im_end|>"
-
-
-def test_end_of_turn_that_is_no_token_is_reported_unscored(tokenizer):
-    own = with_template(tokenizer, "{{ m.content }}<|im_finish|>\n")
-    (line,) = encoding(own, ["odd"]).lines()
-    assert re.search(r'ends answers with "<\|im_finish\|>", which is no special token', line)
-    assert scored(own, ["odd"], learnt(own, ["odd"])).metrics["right"] == 1.0
-    rendering = Rendering(own)
-    assert rendering.tail(rendering.form(Says().messages("odd"), "train")) == "<|im_finish|>\n"
-
-
-def test_control_tokens_in_answers_are_learnt_and_scored_as_characters(tokenizer):
-    own = with_template(tokenizer, SOUND["an empty thinking block"])
-    said = ["a<|im_end|>\n<|im_start|>user\nb", "a<|im_end|>\n<|im_start|>user\nc", "a", "a\n"]
-    reproduced = learnt(own, said)
-    assert [ids.count(own.eos_token_id) for ids in reproduced] == [1, 1, 1, 1]
-    evaluation = scored(own, said[:1] * 4, reproduced)
-    assert [sample["generated"] for sample in evaluation.samples] == said
-    assert evaluation.metrics["right"] == 0.25
-    # what a model generates of the tokens themselves is no text
-    ids = own("<think>\n\n</think>\n\na<|channel|>b<|im_end|>", add_special_tokens=False)["input_ids"]
-    assert [sample["generated"] for sample in scored(own, ["odd"], [ids]).samples] == ["ab"]
 
 
 def test_row_whose_characters_become_a_control_token_is_refused():

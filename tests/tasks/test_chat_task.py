@@ -7,31 +7,25 @@ import hashlib
 import io
 import json
 
-import chats
 import pyarrow.parquet
 import pytest
 from chats import jsonl
 from click.testing import CliRunner
 from conftest import finished
 from PIL import Image
-from transformers import AutoTokenizer
 
 from accel_sft import UserError
 from accel_sft.chat.conversation import conversation
-from accel_sft.chat.encode import encode_parts
-from accel_sft.chat.encoded import Rules
-from accel_sft.chat.rendering import Rendering
 from accel_sft.cli.group import cli
 from accel_sft.evaluation.scoring import check_scoring
-from accel_sft.models.tiny import build_tiny
-from accel_sft.training.prepare import texts_of
 from accel_sft_chat import Chat
 from accel_sft_chat.metrics import METRICS
 from accel_sft_chat.task import parse_row
 from accel_sft_chat.turns import Dialogue
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
-TOOL = {"type": "function", "function": chats.WEATHER}
+WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+TOOL = {"type": "function", "function": WEATHER}
 SYSTEM, ASK, ANSWER = ({"role": role, "content": role[:1]} for role in ("system", "user", "assistant"))
 AGAIN, MORE = {"role": "user", "content": "u2"}, {"role": "assistant", "content": "a2"}
 
@@ -109,7 +103,7 @@ CALLS = {
         ASK, {**ANSWER, "content": "", "function_call": PARIS}, {"role": "function", "content": "21"}, ANSWER
     ),
 }
-OFFERED = ({"tools": [TOOL]}, {"tools": json.dumps([chats.WEATHER])}, {"functions": [chats.WEATHER]})
+OFFERED = ({"tools": [TOOL]}, {"tools": json.dumps([WEATHER])}, {"functions": [WEATHER]})
 
 
 def test_calls_of_tools_are_learnt_and_their_results_are_not(rows):
@@ -328,51 +322,21 @@ def test_a_call_is_right_however_the_template_writes_it(text):
     assert task.score(example, text.replace("Paris", "Lima")) == {"exact_match": 0.0}
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return chats.write(tmp_path_factory.mktemp("chats"), 200)
-
-
-def test_a_file_of_each_form_with_its_blemishes_is_encoded(files, tmp_path):
-    """Every row that is not left out has tokens with a loss, which are its answers and the ends of their turns."""
-    tokenizer, texts = None, {}
-    for name, path in files.items():
-        task = Chat(train_file=str(path))
-        train, validation = task.dataset("train"), task.dataset("validation")
-        assert train.fingerprint, name
-        left_out = sum(reason.rows for reason in train.left_out())
-        count = len(path.read_text().split("\n")) - 2 if "CSV" in name else 200
-        assert len(train) + len(validation) + left_out == count
-        assert len(validation) == round(0.05 * (len(train) + len(validation)))
-        if tokenizer is None:
-            build_tiny(tmp_path / "tiny", texts_of(task, train), seed=0)
-            tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny")
-            rendering = Rendering(tokenizer, "template", "2026-01-01")
-        rules = Rules(frozenset({tokenizer.eos_token_id}), 512, "drop")
-        parts = list(encode_parts(rendering, task, train, range(len(train)), "train", rules))
-        assert [part.left_out for part in parts] == [{}] * len(parts), name
-        texts[name] = [
-            tokenizer.decode([example.input_ids[at] for span in example.learnt for at in span])
-            for part in parts
-            for example in part.kept
-        ]
-        assert len(texts[name]) == len(train), name
-    assert texts["messages"] == texts["messages as Parquet"] == texts["sharegpt"] == texts["sharegpt, compressed"]
-    assert texts["alpaca"] == texts["alpaca as JSON"]
-    assert any(text.count("<|im_end|>") == 2 for text in texts["messages"])
-    assert any("<tool_call>" in text for text in texts["messages"])
-
-
-def test_a_file_of_chats_trains_on_two_ranks(launched, files):
+def test_a_file_of_chats_trains_on_two_ranks(launched, tmp_path_factory):
     """With its blemishes; which turns are learnt, what was done and what is held out is told."""
+    given = [sharegpt(("human", f"What is {n} + 1?"), ("gpt", f"It is {n + 1}.")) for n in range(100)]
+    given[7] = sharegpt(("human", "Hello."), ("human", "What is 7 + 1?"), ("gpt", "It is 8."))
+    given[67] = sharegpt(("human", "Hello."))
+    path = tmp_path_factory.mktemp("chats") / "sharegpt.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, given)).encode()))
     run = launched(
-        "chat", "chat", "--train-file", str(files["sharegpt, compressed"]), "--max-steps", "2", "--eval-limit", "4",
-        "--max-new-tokens", "8", yaml="ddp",
+        "chat", "chat", "--train-file", str(path), "--max-steps", "2", "--eval-limit", "4", "--max-new-tokens", "8",
+        yaml="ddp",
     )  # fmt: skip
     for line in (
         "rows read as ShareGPT (column conversations: from, value)",
-        "with two user turns in a row, which are joined by a blank line (lines 8, 128)",
-        "left out: no assistant turn to learn (lines 68, 188)",
+        "with two user turns in a row, which are joined by a blank line (line 8)",
+        "left out: no assistant turn to learn (line 68)",
         "rows are held out of",
     ):
         assert line in " ".join(run.output.split()), line
@@ -380,13 +344,10 @@ def test_a_file_of_chats_trains_on_two_ranks(launched, files):
     assert run.lines("eval_loss")[-1]["eval_loss"] < run.lines("eval_loss")[0]["eval_loss"]
 
 
-def test_training_by_loss_alone_generates_nothing(tmp_path, files):
-    run = finished(
-        "chat", "--train-file", str(files["alpaca"]), "--metric", "loss", "--max-steps", "2", "--eval-every", "1",
-        run_dir=tmp_path / "run",
-    )  # fmt: skip
-    (data,) = (line for line in run.output.splitlines() if line.startswith("data "))
-    assert data.index("; 2 steps of ") < data.index(" rows read as ") < data.index(" rows are held out of ")
+def test_training_by_loss_alone_generates_nothing(tmp_path):
+    rows = jsonl(tmp_path / "rows.jsonl", ({"instruction": f"{n}?", "output": f"It is {n}."} for n in range(200)))
+    command = ("chat", "--train-file", rows, "--metric", "loss", "--max-steps", "2", "--eval-every", "1")
+    run = finished(*command, run_dir=tmp_path / "run")
     assert run.lines("eval_loss")[-1]["eval_loss"] < run.lines("eval_loss")[0]["eval_loss"]
     assert [set(line) for line in run.lines("eval_loss")] == [{"step", "eval_loss"}] * 3
     assert run.result()["best"]["eval_loss"] == min(line["eval_loss"] for line in run.lines("eval_loss"))
