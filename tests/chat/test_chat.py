@@ -43,29 +43,11 @@ def test_long_examples_are_counted_and_named(tokenizer):
     assert line.endswith(f"{', '.join(map(str, left_out))})")
 
 
-def test_cutting_is_counted_and_loses_the_end_of_turn(tokenizer):
-    (whole,) = encoded(tokenizer, examples=[24]).kept
-    result = encoded(tokenizer, examples=[24], max_length=len(whole.input_ids) - 2, truncation="right")
-    assert result.cut == [0]
-    assert result.kept[0].input_ids == whole.input_ids[:-2]
-    assert "cut to --max-length" in result.lines()[0]
-
-
 @pytest.mark.parametrize(("truncation", "message"), [("right", "no example is left"), ("error", "raise --max-length")])
 def test_a_cut_that_leaves_no_answer_leaves_the_example_out(tokenizer, truncation, message):
     (whole,) = encoded(tokenizer, examples=[24]).kept
     with pytest.raises(UserError, match=message):
         encoded(tokenizer, examples=[24], max_length=whole.prompt_length, truncation=truncation)
-
-
-def test_empty_answers_are_left_out_by_name(tokenizer):
-    class Blank(Sums):
-        def target(self, example):
-            return " " if example == 24 else "x"
-
-    result = encoded(tokenizer, task=Blank())
-    assert result.left_out == {"left out: the answer is empty": [0]}
-    assert [e.index for e in result.kept] == [1]
 
 
 def test_answer_without_tokens_is_left_out_by_name(tokenizer):

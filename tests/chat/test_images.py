@@ -340,11 +340,9 @@ def transparent(mode):
     return as_file(image, **({} if mode == "RGBA" else {"transparency": (0, 0, 0) if mode == "RGB" else 0}))
 
 
-TRANSPARENT = {mode: transparent(mode) for mode in ("RGBA", "P", "RGB")}
-
-
-@pytest.mark.parametrize("content", TRANSPARENT.values(), ids=TRANSPARENT)
-def test_what_is_transparent_becomes_white(content):
+@pytest.mark.parametrize("mode", ["RGBA", "P", "RGB"])
+def test_what_is_transparent_becomes_white(mode):
+    content = transparent(mode)
     for given in (content, Image.open(io.BytesIO(content))):
         image = Picture(given).opened()
         assert image.mode in ("RGB", "L")
@@ -392,7 +390,6 @@ def test_rows_with_images_are_not_exported(tmp_path):
 
 
 REFUSED = {
-    "a stripe": ({"image": Image.new("RGB", (2001, 2))}, "cannot make it input (ValueError: absolute aspect ratio"),
     "a missing file": ({"path": "nowhere.png"}, "'nowhere.png'; there is no such file"),
     "an address": ({"url": "https://example.com/a.png"}, "fetched again in every epoch; download it"),
     "no image": ({"image": b"no image"}, "image 2 of the row cannot be read: cannot identify image"),
@@ -400,10 +397,8 @@ REFUSED = {
         {"image": as_file(Image.new("I;16", (2, 1)))},
         "more than 8 bits a channel (Pillow's mode I;16)",
     ),
-    "a device": ({"path": "/dev/zero"}, "'/dev/zero'; there is no such file"),
     "a program": ({"image": as_file(Image.new("RGB", (16, 16)), "eps")}, "EPS is a program, not pixels"),
     "too many pixels": ({"image": png(size=(9500, 9500), mode="1")}, "(90250000 pixels) exceeds limit of 89478485 pix"),
-    "nothing": ({}, "expected one image in it"),
     "two": ({"image": png(), "path": "a.png"}, "expected one image in it"),
     "a video": ({"type": "video", "video": "a.mp4"}, 'expected {"type": "text"'),
     "a placeholder": ({"type": "text", "text": "<|image_pad|>"}, "makes 2 placeholders"),
@@ -426,14 +421,13 @@ def test_missing_parts_for_reading_images_are_named(made, tmp_path, monkeypatch)
     encode = encoder(make_tiny(tmp_path / "tiny"), Colours())
     with pytest.raises(UserError, match="it reads no images, and the data has some; name a vision-language model"):
         encode(range(20), "train")
-    with monkeypatch.context() as without:
-        without.setattr("transformers.utils.is_vision_available", lambda: False)
-        with pytest.raises(UserError, match=r"need Pillow: pip install 'accel-sft\[images\]'"):
-            processor_of(made("qwen2_vl"))
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("transformers.utils.is_torchvision_available", lambda: True)
     with pytest.raises(UserError, match=r"cannot be loaded \(operator torchvision::nms does not exist\)"):
+        processor_of(made("qwen2_vl"))
+    monkeypatch.setattr("transformers.utils.is_vision_available", lambda: False)
+    with pytest.raises(UserError, match=r"need Pillow: pip install 'accel-sft\[images\]'"):
         processor_of(made("qwen2_vl"))
 
 

@@ -263,8 +263,9 @@ def test_dropped_thinking_is_refused_unless_it_is_kept(tokenizer, name, thinking
 
 def test_a_target_that_is_thinking_alone_has_no_answer(tokenizer):
     own, ends = of_family(tokenizer, "Qwen3")
-    encoding = encoded(own, ends, ["<think>two</think>\n", "odd"], "keep")
-    assert encoding.left_out == {"left out: the answer is empty": [0]}
+    encoding = encoded(own, ends, ["<think>two</think>\n", "odd", " "], "keep")
+    assert encoding.left_out == {"left out: the answer is empty": [0, 2]}
+    assert [row.index for row in encoding.kept] == [1]
 
 
 UNSOUND = {

@@ -1,4 +1,4 @@
-"""Where weights are looked for, what is said when they are not there, and a model that cannot be compiled."""
+"""Where weights are looked for, and what is said when they are not there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from accel_sft.commands.trained import Trained
 from accel_sft.io import terminal
 from accel_sft.io.run_dir import RunDir
 from accel_sft.models import load
-from accel_sft.models.kernels import compile_blocks
 from accel_sft.models.load import load_model
 from accel_sft.models.source import errors_explained, find_source, hub_place
 from accel_sft.tools.plan.command import model_config
@@ -95,11 +94,6 @@ def test_hub_wait_is_announced_and_cached_models_need_none(monkeypatch, capsys, 
     with errors_explained("org/model"):
         time.sleep(0.5)
     assert re.fullmatch(r"(waiting for org/model from the hub: \d s so far\n)+", capsys.readouterr().out)
-
-
-def test_a_model_that_names_no_repeated_blocks_is_not_compiled():
-    with pytest.raises(UserError, match=r"--compile: the model does not name its repeated blocks"):
-        compile_blocks(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,7 @@ SPLITS = {
             "test": ["train_test_split/x.eval.jsonl"],
         },
     ),
-    "of a table's partitions": (
-        ["split=train/a.jsonl", "split=test/a.jsonl"],
-        {"train": ["split=train/a.jsonl"], "test": ["split=test/a.jsonl"]},
-    ),
+    "of a table's partitions": (["split=train/a.jsonl"], {"train": ["split=train/a.jsonl"]}),
     "others train": (["a.jsonl", "b 2.jsonl", "Test-1.jsonl"], {"train": ["a.jsonl", "b 2.jsonl"]}),
     "no such words": (
         ["latest.jsonl", "device.jsonl", "unittest.jsonl", "latestData.jsonl"],
@@ -102,7 +99,7 @@ def test_files_beside_the_shards_of_a_data_set_are_named(tmp_path):
 
 
 def test_files_of_formats_that_are_not_read_are_named(tmp_path):
-    beside = ("d.jsonl.zip", "e.jsonl.bak", "a.png", "LICENSE", "README.md", "x.txt", "config.json")
+    beside = ("d.jsonl.zip", "e.jsonl.bak", "a.png", "README.md", "x.txt", "config.json", "dataset_infos.json")
     folder = written(tmp_path / "ds", "a.jsonl", "b.jl", "c.jsonlines", *beside)
     rows = read_rows(folder, answer)
     assert list(rows) == ["a.jsonl", "b.jl", "c.jsonlines"]

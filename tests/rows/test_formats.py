@@ -95,7 +95,6 @@ BAD = {
         " row 1: text after the end of the arr",
     ),
     "no end of a quote": ("a.csv", b'answer\n"x\n', ":2: not CSV (unexpected end of data); the rest is unread"),
-    "a lone quote and tabs": ("a.tsv", b'more\tanswer\n1\t"b" c\n', ":2: not CSV ('\\t' expected after"),
     "quotes that may not be quoting": (
         "a.tsv",
         b'more\tanswer\n0\tx\n1\t"a\n2\tb"\n3\tc\n',
@@ -106,12 +105,9 @@ BAD = {
         b'answer,more\n"x", "y"\n',
         ":2: not CSV (a blank between ',' and a quote",
     ),
-    "a header alone": ("a.csv", b"answer\n", ": no rows; expected a JSON array of objects, one"),
     "latin-1": ("a.csv", "answer\nx\né\n".encode("latin-1"), ": not UTF-8 (here or in the lines after); convert it"),
-    "a bad line": ("a.jsonl.gz", gzip.compress(JSONL + b"{}"), ":5: field 'answer': expected text, got NoneType"),
     "cut off": ("a.jsonl.gz", gzip.compress(JSONL)[:-9], ": cannot be decompressed (Compressed file ended"),
     "cut off, zstandard": ("a.jsonl.zst", zstandard(JSONL * 9)[:-5], ": cannot be decompressed ("),
-    "not gzip": ("a.jsonl.gz", JSONL, ": cannot be decompressed (Not a gzipped file"),
     "Git LFS": ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid x\n", ": a pointer of Git LFS, not the"),
     "not Parquet": ("a.parquet", JSONL, ": not Parquet or Arrow behind row 0 ("),
 }
@@ -146,27 +142,17 @@ def feather(compression="uncompressed"):
 
 ODD = {
     "gzip by content": ("a.jsonl", gzip.compress(JSONL), TEXTS),
-    "bzip2 by content": ("a.csv", bz2.compress(CSV), TEXTS),
     "UTF-16": ("a.jsonl", JSONL.decode().encode("utf-16-le").join([b"\xff\xfe", b""]), TEXTS),
     "UTF-16, the other order": ("a.csv", CSV.decode().encode("utf-16-be").join([b"\xfe\xff", b""]), TEXTS),
-    "UTF-16, a text": ("a.txt", '{"answer": "王"}'.encode("utf-16"), ["王"]),
     "semicolons": ("a.csv", b'more;"answer, all";answer\n1,5;x;a,b\n', ["a,b"]),
     "a quote of several lines and tabs": (
         "a.tsv",
         b'answer\tmore\n"a\nb"\tx\n\n"c\td"\t"y"\n5" c\tz\n',
         ["a\nb", "c\td", '5" c'],
     ),
-    "quotes that are one column": ("a.tsv", b'answer\n"a\nb"\n', ["a\nb"]),
-    "a comma and a quote within quotes": ("a.csv", b'answer,more\n"x, ""y""","z, """\n', ['x, "y"']),
-    "a comma and a blank at a cell's end": (
-        "a.csv",
-        b'answer,more\n"Dear Sir, ",x\nok,"Yes, "\n',
-        ["Dear Sir, ", "ok"],
-    ),
     "Feather": ("a.feather", feather(), TEXTS),
     "Feather under another name": ("a.arrow", feather("lz4"), TEXTS),
     "an index": ("a.csv", b",answer\n0,x\n1,y\n", ["x", "y"]),
-    "rows in an object": ("a.json", b'{"data": [{"answer": "x"},\n {"answer": "y"}]}', ["x", "y"]),
     "rows in an object, indented": ("a.json", b'{\n "instances": [\n  {"answer": "x"}\n ]\n}\n', ["x"]),
     "rows with data": ("a.jsonl", b'{"data": [{}], "answer": "x"}\n{"data": [{}], "answer": "y"}\n', ["x", "y"]),
     "byte-order marks within": ("a.jsonl", b"\xef\xbb\xbf".join([b"", JSONL, JSONL]), TEXTS * 2),

@@ -1,11 +1,9 @@
-"""Data sets of a hub are read by the library `datasets`, which is optional, from where HF_ENDPOINT says; those of
-ModelScope are fetched by its program."""
+"""Data sets of a hub are read by the library `datasets`, which is optional, from where HF_ENDPOINT says."""
 
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from fake_hub import hub
@@ -73,28 +71,6 @@ def test_data_set_is_read_from_the_hub_at_hf_endpoint(tmp_path):
     answers = [row["answer"] for row in ROWS]
     assert [printed[name] for name in names[6:]] == [answers[:2], answers[-1:], ["99"], printed["org/sums@v0:test"]]
     assert printed["org/sums@v0:test"].startswith("org/sums@v0:test: not a file or folder, and the hub gives no")
-
-
-def fetch_of_modelscope(kind, files, folder):
-    command = [Path(sys.executable).with_name("modelscope"), "download", kind, "org/sums", "--local_dir", folder]
-    with hub("org/sums", files) as address:
-        environment = {**os.environ, "MODELSCOPE_ENDPOINT": address, "HOME": str(folder.parent)}
-        subprocess.run(command, env=environment, check=True)
-
-
-def test_a_model_of_modelscope_is_fetched_by_its_program(tmp_path):
-    files = {"config.json": b'{"model_type": "qwen2"}', "model.safetensors": bytes(range(256))}
-    fetch_of_modelscope("--model", files, tmp_path / "model")
-    assert {name: (tmp_path / "model" / name).read_bytes() for name in files} == files
-
-
-def test_data_set_of_modelscope_is_read_as_a_folder(tmp_path):
-    fetch_of_modelscope(
-        "--dataset", {**FILES, "dataset_infos.json": b'{"default": {"features": {}}}'}, tmp_path / "data"
-    )
-    assert (tmp_path / "data" / "dataset_infos.json").exists()
-    assert list(read_rows(tmp_path / "data", answer)) == [row["answer"] for row in ROWS]
-    assert list(read_rows(tmp_path / "data", answer, split="validation")) == ["99"]
 
 
 def test_without_the_library_a_line_says_what_to_install(monkeypatch, tmp_path):
