@@ -32,17 +32,6 @@ def test_pad_token_equal_to_end_of_turn_changes_nothing(tokenizer):
     assert [e.input_ids for e in encoded(same).kept] == [e.input_ids for e in encoded(tokenizer).kept]
 
 
-def test_long_examples_are_counted_and_named(tokenizer):
-    lengths = [len(row.input_ids) for row in encoded(tokenizer, examples=[5, 24, 7]).kept]
-    longest = max(lengths)
-    result = encoded(tokenizer, examples=[5, 24, 7], max_length=longest - 1)
-    left_out = [index for index, length in enumerate(lengths) if length == longest]
-    assert [e.index for e in result.kept] == [i for i in range(3) if i not in left_out]
-    (line,) = result.lines()
-    assert line.startswith(f"train: {len(left_out)} left out: longer than --max-length {longest - 1} (examples ")
-    assert line.endswith(f"{', '.join(map(str, left_out))})")
-
-
 @pytest.mark.parametrize(("truncation", "message"), [("right", "no example is left"), ("error", "raise --max-length")])
 def test_a_cut_that_leaves_no_answer_leaves_the_example_out(tokenizer, truncation, message):
     (whole,) = encoded(tokenizer, examples=[24]).kept

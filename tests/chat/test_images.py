@@ -8,7 +8,6 @@ import io
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy
@@ -31,8 +30,8 @@ from accel_sft import UserError
 from accel_sft.batching.layouts import Batching
 from accel_sft.chat.conversation import conversation
 from accel_sft.chat.encode import blank_row
-from accel_sft.chat.encoded import Encoded, Rules
-from accel_sft.chat.image_inputs import ImageInputs, RowImages, begin_images
+from accel_sft.chat.encoded import Rules
+from accel_sft.chat.image_inputs import ImageInputs, begin_images
 from accel_sft.chat.pictures import IMAGE_MARK, Picture
 from accel_sft.commands import export_data
 from accel_sft.commands.generate import generate
@@ -45,6 +44,7 @@ from accel_sft.models.source import find_source
 from accel_sft.models.tokenizer import load_processor, load_tokenizer
 from accel_sft.testing import TaskConformance
 from accel_sft.training import step as training_step
+from accel_sft.training.optimizer import Stepper
 from accel_sft.training.prepare import Assembly
 from accel_sft.training.step import TrainStep
 
@@ -269,18 +269,15 @@ def test_images_that_a_thread_prepared_make_the_same_batch(made, monkeypatch):
         batch_of(rows[:1])
 
 
-def test_images_of_a_forward_begin_before_the_previous_backward(monkeypatch, tmp_path):
-    happened = []
-    pictured = [Encoded(number, [1, 2], 1, images=RowImages(number, 1, b"")) for number in range(4)]
-    accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, parallelism_config=None)
-    stepper = SimpleNamespace(accelerator=accelerator, forwards_alone=True, alone=True, averaged_over=1)
-    stepper.boundary, stepper.backward = (lambda last: nullcontext()), lambda loss: happened.append("backward")
-    begun = lambda images: happened.append(("begun", [image.index for image in images]))  # noqa: E731
-    monkeypatch.setattr(training_step, "begin_images", begun)
-    monkeypatch.setattr(TrainStep, "_nll", lambda self, rows, step: happened.append(rows[0].index) or torch.zeros(()))
+def test_images_of_a_forward_begin_before_the_previous_backward(made, monkeypatch, tmp_path):
+    happened, rows = [], encoder(made("qwen2_vl"), Colours(text_too=False))(range(3), "train").kept
+    monkeypatch.setattr(training_step, "begin_images", lambda images: happened.append([one.index for one in images]))
+    monkeypatch.setattr(torch.Tensor, "backward", lambda loss: happened.append("backward"))
+    model = AutoModelForImageTextToText.from_pretrained(made("qwen2_vl"))
+    stepper = Stepper(Accelerator(cpu=True), model, None, 1.0)
     step = TrainStep(stepper, Batching("padded", 512, rows=1), 0, RunDir(tmp_path), print)
-    step.forward_backward(pictured[:2], 2, 1, pictured[2:])
-    assert happened == [0, ("begun", [1]), "backward", 1, ("begun", [2]), "backward"]
+    step.forward_backward(rows[:2], 2, 1, rows[2:])
+    assert happened == [[0], "backward", [2], "backward"]  # the longer row, 1, is computed first
 
 
 def test_rows_that_would_lose_image_tokens_are_left_out(made):

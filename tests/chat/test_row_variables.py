@@ -91,16 +91,12 @@ def test_an_empty_system_turn_is_no_default_system_prompt(tokenizer):
 
 
 def test_name_of_a_user_is_no_system_prompt(tokenizer):
-    named = {**ASK, "name": "Bob"}
-    plain, with_name = (
-        text.replace("{{ m.role }}", "{{ m.role ~ (' name=' ~ m.name if m.name else '') }}")
-        for text in (TURNS, DEFAULT)
+    named = ([{**ASK, "name": "Bob"}], "no")
+    model = with_template(
+        tokenizer, TURNS.replace("{{ m.role }}", "{{ m.role ~ (' name=' ~ m.name if m.name else '') }}")
     )
-    own = 'chat template: rows without a system prompt get its own: "You are a kind helper."'
-    for template, notes in ((plain, []), (with_name, [own])):
-        model = with_template(tokenizer, template)
-        assert encoded(model, ([named], "no")).notes == notes
-        assert "user name=Bob\n" in prompts(model, ([named], "no"))[0]
+    assert encoded(model, named).notes == []
+    assert "user name=Bob\n" in prompts(model, named)[0]
 
 
 def test_names_and_texts_missing_from_prompts_are_reported(tokenizer):

@@ -172,11 +172,6 @@ def test_template_dropping_a_message_is_refused_by_row_and_role(tokenizer, templ
         encoding(own, ["odd"], task=task)
 
 
-def test_answer_naming_the_end_of_turn_is_not_cut(tokenizer):
-    own = with_template(tokenizer, SOUND["no end of turn"])
-    assert own.decode(learnt(own, ["a<|im_end|>b"])[0]) == "a<|im_end|>b\n<|im_end|>"
-
-
 def test_row_whose_characters_become_a_control_token_is_refused():
     """A Unigram vocabulary may have the token itself as a piece."""
     spelling = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *((c, -9.0) for c in "abc</s>\n")], 0))

@@ -33,7 +33,9 @@ RECORD = json.dumps({"task": "math", "config": {}, "task_options": {}, "launch":
 
 
 def test_adapter_of_a_moved_run_has_its_base_and_record(tmp_path, monkeypatch):
-    adapter(tmp_path, "org/gone")
+    (tmp_path / "final").mkdir()
+    (tmp_path / "run.json").write_text(RECORD)
+    (tmp_path / "final" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/gone"}')
     monkeypatch.chdir(tmp_path)
     assert RunDir.record_around("gpt2") is None
     assert RunDir.record_around("org/model") is None
@@ -45,13 +47,6 @@ def test_adapter_of_a_moved_run_has_its_base_and_record(tmp_path, monkeypatch):
     for name in (".", str(tmp_path)):
         source = find_source(name)  # the run was moved
         assert (source.weights, Path(source.adapter).resolve()) == (str(tmp_path / "base"), tmp_path / "final")
-
-
-def adapter(run, base):
-    (run / "final").mkdir(parents=True)
-    (run / "run.json").write_text(RECORD)
-    (run / "final" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
-    return run
 
 
 def test_unreachable_hub_is_tried_once_before_anything_loads(monkeypatch, caplog):

@@ -182,12 +182,16 @@ def test_odd_files_are_read_by_their_content(tmp_path, name, content, texts):
     assert list(read_rows(tmp_path / name, answer)) == texts, "from the cache, where it is kept"
 
 
-def test_bad_row_of_parquet_is_named_by_its_number(tmp_path):
+def test_bad_row_or_column_of_parquet_is_named(tmp_path):
     path = parquet(tmp_path / "a.parquet", [{"answer": text} for text in (b"\xfe", b"2\0", b"\xff")])
     with pytest.raises(UserError) as caught:
         read_rows(path, answer)
     (line,) = caught.value.problems
     assert line == f"{path} row 1: field 'answer': expected text, got dict; rows 2, 3 have the same problem"
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["1"])] * 2, names=["answer"] * 2)
+    pyarrow.parquet.write_table(twice, path)
+    with pytest.raises(UserError, match="parquet: it has the column 'answer' twice; give each a name of its own"):
+        read_rows(path, answer)
 
 
 def test_narrow_floats_of_parquet_are_their_shortest_numbers(tmp_path):
@@ -211,13 +215,6 @@ def test_texts_of_parquet_as_bytes_are_texts(tmp_path):
     path = parquet(tmp_path / "a.parquet", [row])
     turns = [{"content": "x", "bytes": {"base64": "eQ=="}}]
     assert list(read_rows(path, dict)) == [{"answer": "é", "image": {"base64": "UDE="}, "turns": turns}]
-
-
-def test_two_parquet_columns_of_one_name_are_refused(tmp_path):
-    texts = [pyarrow.array([text]) for text in ("1", "2")]
-    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(texts, names=["answer"] * 2), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="parquet: it has the column 'answer' twice; give each a name of its own"):
-        read_rows(tmp_path / "a.parquet", answer)
 
 
 def test_a_folder_is_its_files_in_order(tmp_path):

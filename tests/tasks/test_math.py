@@ -5,18 +5,13 @@ import subprocess
 import sys
 
 import pytest
+from chats import jsonl
 
 from accel_sft import UserError
 from accel_sft_math import Example, Math
 
 PREFIX = Math().answer_prefix
 FIVE = Example("5=", 5, f"{PREFIX}1 + 4")
-
-
-def write(path, rows, lines=False):
-    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) if lines else json.dumps(rows)
-    path.write_text(text, encoding="utf-8")
-    return str(path)
 
 
 def row(number, output=None, **extra):
@@ -95,24 +90,25 @@ def test_scores_are_json_and_degenerate_answers_show():
 
 def test_files_of_both_forms_with_keys_of_their_own(tmp_path):
     validation = [row(9), row(10) | {"instruction": "", "input": "10="}]
-    files = {"train_file": write(tmp_path / "a.json", [row(n, source="mine") for n in range(2, 9)])}
-    task = Math(**files, validation_file=write(tmp_path / "b.jsonl", validation, lines=True))
+    (tmp_path / "a.json").write_text(json.dumps([row(n, source="mine") for n in range(2, 9)]), encoding="utf-8")
+    files = {"train_file": str(tmp_path / "a.json")}
+    task = Math(**files, validation_file=jsonl(tmp_path / "b.jsonl", validation))
     assert [example.number for example in task.dataset("train")] == list(range(2, 9))
     assert [example.number for example in task.dataset("validation")] == [9, 10]
     assert task.messages(task.dataset("validation")[1])[1]["content"] == "10="
 
 
 def test_a_number_in_both_files_is_refused_by_name(tmp_path):
-    train = write(tmp_path / "train.json", [row(n) for n in (2, 3, 4, 3)])
-    validation = write(tmp_path / "validation.json", [row(n) for n in (3, 4, 9)])
+    train = jsonl(tmp_path / "train.json", [row(n) for n in (2, 3, 4, 3)])
+    validation = jsonl(tmp_path / "validation.json", [row(n) for n in (3, 4, 9)])
     (line,) = complaint(train_file=train, validation_file=validation)
     assert all(words in line for words in ("2 numbers", "(3, 4)", train, validation))
 
 
 def test_built_in_training_leaves_out_the_validation_files_numbers(tmp_path):
-    task = Math(validation_file=write(tmp_path / "v.json", [row(5), row(7)]), max_number=20, train_examples=18)
+    task = Math(validation_file=jsonl(tmp_path / "v.json", [row(5), row(7)]), max_number=20, train_examples=18)
     assert {example.number for example in task.dataset("train")} == set(range(1, 21)) - {5, 7}
-    everything = write(tmp_path / "all.json", [row(n) for n in range(1, 11)])
+    everything = jsonl(tmp_path / "all.json", [row(n) for n in range(1, 11)])
     (line,) = complaint(validation_file=everything, max_number=10)
     assert "--validation-file" in line
 
@@ -128,8 +124,8 @@ def test_built_in_training_leaves_out_the_validation_files_numbers(tmp_path):
     ],
 )
 def test_malformed_rows_are_named(tmp_path, bad, words):
-    path = write(tmp_path / "train.jsonl", [row(3), bad, row(4), bad], lines=True)
-    validation = write(tmp_path / "validation.json", [row(9)])
+    path = jsonl(tmp_path / "train.jsonl", [row(3), bad, row(4), bad])
+    validation = jsonl(tmp_path / "validation.json", [row(9)])
     (line,) = complaint(train_file=path, validation_file=validation)
     assert line.startswith(f"{path}:2: ")
     assert line.endswith("; line 4 has the same problem")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from chats import jsonl
 
 from accel_sft import UserError
 from accel_sft_ner import Ner, scorer
@@ -21,14 +22,9 @@ def ner():
     return Ner(train_sentences=3_000, validation_sentences=100)
 
 
-def write(path, *rows):
-    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
-    return str(path)
-
-
 def from_rows(tmp_path, *rows, validation=(OTHER,), **options):
-    files = write(tmp_path / "train.json", *rows), write(tmp_path / "dev.json", *validation)
-    return Ner(train_file=files[0], validation_file=files[1], **options)
+    files = {"train_file": jsonl(tmp_path / "train.json", rows)}
+    return Ner(**files, validation_file=jsonl(tmp_path / "dev.json", validation), **options)
 
 
 def refusal(tmp_path, *rows, **options):
