@@ -1,8 +1,15 @@
-"""Chat templates, written for the tests, that behave like the templates of model families."""
+"""Chat templates, written for the tests, that behave like those of model families; tokenizers with them."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+
+import pytest
+
+DAY = "2024-02-29"
+MODES = ("off", "template", "keep")
+"""The modes of `--thinking`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,27 +148,6 @@ FAMILIES = {
         ("<|im_start|>", "<image>", "<end_of_utterance>"),
         ("<end_of_utterance>",),
     ),
-    "SmolLM3": Family(
-        "<|im_start|>system\nToday Date: {{ strftime_now('%d %B %Y') }}\nReasoning Mode: "
-        "{{ '/think' if enable_thinking is not defined or enable_thinking else '/no_think' }}\n\n"
-        "{{ messages[0].content if messages[0].role == 'system' }}<|im_end|>\n"
-        "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
-        "{% elif m.role == 'assistant' %}<|im_start|>assistant\n"
-        "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n{% endif %}"
-        "{{ m.content.lstrip('\n') }}<|im_end|>\n{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n"
-        "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n{% endif %}{% endif %}",
-        CHATML,
-        ("<|im_end|>",),
-    ),
-    "EXAONE 4": Family(
-        "{% for m in messages %}[|{{ m.role }}|]\n{% if m.role == 'assistant' %}<think>\n\n</think>\n\n"
-        "{{ m.content.split('</think>')[-1].strip() }}{% else %}{{ m.content }}{% endif %}[|endofturn|]\n{% endfor %}"
-        "{% if add_generation_prompt %}[|assistant|]\n{% if enable_thinking is defined and enable_thinking %}<think>\n"
-        "{% else %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
-        ("[|system|]", "[|user|]", "[|assistant|]", "[|endofturn|]"),
-        ("[|endofturn|]",),
-    ),
     "Granite 3.3": Family(
         "{% if messages[0].role != 'system' %}<|start_of_role|>system<|end_of_role|>You are Granite.<|end_of_text|>\n"
         "{% endif %}{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}<|end_of_text|>\n"
@@ -170,5 +156,17 @@ FAMILIES = {
         ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
         ("<|end_of_text|>",),
     ),
-    "QwQ": _chatml("{{ m.content.split('</think>')[-1].lstrip('\n') }}", "<think>\n"),
 }
+_ALIKE = {"Gemma 3", "Llama 3.2"}
+"""Families whose templates do what those of others do, too."""
+NAMES = [pytest.param(name, marks=pytest.mark.long) if name in _ALIKE else name for name in FAMILIES]
+
+
+def of_family(tokenizer, name):
+    """A tokenizer with the family's template and tokens, and the ids that end its answers."""
+    family, own = FAMILIES[name], copy.deepcopy(tokenizer)
+    own.add_tokens(list(family.special), special_tokens=True)
+    own.add_tokens(["<think>", "</think>", "\n\n"])  # two line breaks are one token, as in most vocabularies
+    own.eos_token = family.ends[0]
+    own.chat_template = family.template
+    return own, set(own.convert_tokens_to_ids(list(family.ends)))
