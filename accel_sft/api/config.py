@@ -143,7 +143,7 @@ class TrainConfig:
                 lines.append(f"{flag_of(name)} {shown(str(value))}: expected {expected}")
         every, save = re.fullmatch(f"every:({_COUNT})", str(self.keep_checkpoints)), str(self.save_every)
         if every and (save == "off" or (re.fullmatch(_COUNT, save) and int(every[1]) % int(save))):
-            lines.append(f"--keep-checkpoints {every[0]}: --save-every {save} saves none at these steps; leave one out")
+            lines.append(f"--keep-checkpoints {every[0]}: needs a --save-every that divides {every[1]}, not {save}")
         if self.template_date is not None and not _is_day(self.template_date):
             lines.append(f"--template-date {shown(str(self.template_date))}: expected a day as YYYY-MM-DD")
         if self.mix is not None:

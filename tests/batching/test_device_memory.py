@@ -14,15 +14,13 @@ import torch
 from accelerate import Accelerator
 from conftest import accel_sft, finished
 from fake_memory import WAYS, Device
-from fake_plugins import install
-from reference_job import FP32, JOB, ONCE, layout, same_curve
+from reference_job import FP32, JOB, ONCE, layout, own_task, same_curve
 from torch._dynamo.exc import BackendCompilerFailed
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching import choice
-from accel_sft.batching.choice import _expected_bytes
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
@@ -35,33 +33,21 @@ from accel_sft.training.optimizer import Stepper, new_optimizer
 from accel_sft.training.step import TrainStep
 
 CRAMPED = """
-from dataclasses import dataclass
-from accel_sft_math import Math as Shipped
+def dataset(self, split):
+    def look(module, inputs):
+        cramped = torch.is_grad_enabled() and os.environ["RANK"] == "1"
+        if cramped and isinstance(module, torch.nn.Embedding) and inputs[0].numel() > 40:
+            raise torch.OutOfMemoryError("no room")
 
-@dataclass(kw_only=True)
-class Cramped(Shipped):
-    \"\"\"Math on a device of rank 1 without room for many tokens.\"\"\"
-
-    def dataset(self, split):
-        import os, torch
-
-        def look(module, inputs):
-            cramped = torch.is_grad_enabled() and os.environ["RANK"] == "1"
-            if cramped and isinstance(module, torch.nn.Embedding) and inputs[0].numel() > 40:
-                raise torch.OutOfMemoryError("no room")
-
-        if split == "train":
-            torch.nn.modules.module.register_module_forward_pre_hook(look)
-        return super().dataset(split)
+    if split == "train":
+        torch.nn.modules.module.register_module_forward_pre_hook(look)
+    return super().dataset(split)
 """
 
 
 def test_ranks_sharing_weights_end_and_resume_with_smaller_forwards(launched, tmp_path):
-    (tmp_path / "site").mkdir()
-    install(tmp_path / "site", "accel-sft-cramped", "cramped = accel_sft_cramped:Cramped", CRAMPED)
-    options = {"environment": {"PYTHONPATH": str(tmp_path / "site")}, "run_dir": tmp_path / "run"}
-    options |= {"yaml": "z3", "launcher": FP32}
-    arguments = ("cramped", *JOB[1:], *ONCE, "--micro-batch-size", "2")
+    options = {"run_dir": tmp_path / "run", "yaml": "z3", "launcher": FP32}
+    arguments = (own_task(tmp_path, CRAMPED), *JOB[1:], *ONCE, "--micro-batch-size", "2")
     run = accel_sft(*arguments, **options)
     assert run.status == 1
     assert "step 1: out of device memory in a forward of" in run.output
@@ -172,20 +158,6 @@ def test_reserved_is_what_the_first_update_still_allocates():
     some = dataclasses.replace(trial, job=dataclasses.replace(trial.job, train_only="layers.1"))
     share = sum(p.numel() for p in model.parameters() if p.requires_grad) / parameters
     assert some.reserved() == pytest.approx(share * everything, rel=0.01)
-
-
-def test_expected_bytes_of_a_forward_are_about_right():
-    for recomputed in (False, True):
-        with Device() as device:
-            trial, _, examples = job(tiny_llama().train())
-            if recomputed:
-                trial.model.gradient_checkpointing_enable({"use_reentrant": False})
-            before, batching = device.live, Batching("padded", 16 * 35)
-            trial.run(batching, examples)
-            taken = device.peak - before
-        counted = dataclasses.replace(trial.job, gradient_checkpointing=recomputed)
-        expected = _expected_bytes(dataclasses.replace(trial, job=counted), batching)
-        assert taken / 3 < expected < 3 * taken
 
 
 def test_estimate_bounds_the_forwards_of_a_gpu(monkeypatch):

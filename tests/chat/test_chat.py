@@ -32,40 +32,11 @@ def test_pad_token_equal_to_end_of_turn_changes_nothing(tokenizer):
     assert [e.input_ids for e in encoded(same).kept] == [e.input_ids for e in encoded(tokenizer).kept]
 
 
-def test_long_examples_are_counted_and_named(tokenizer):
-    lengths = [len(row.input_ids) for row in encoded(tokenizer, examples=[5, 24, 7]).kept]
-    longest = max(lengths)
-    result = encoded(tokenizer, examples=[5, 24, 7], max_length=longest - 1)
-    left_out = [index for index, length in enumerate(lengths) if length == longest]
-    assert [e.index for e in result.kept] == [i for i in range(3) if i not in left_out]
-    (line,) = result.lines()
-    assert line.startswith(f"train: {len(left_out)} left out: longer than --max-length {longest - 1} (examples ")
-    assert line.endswith(f"{', '.join(map(str, left_out))})")
-
-
-def test_cutting_is_counted_and_loses_the_end_of_turn(tokenizer):
-    (whole,) = encoded(tokenizer, examples=[24]).kept
-    result = encoded(tokenizer, examples=[24], max_length=len(whole.input_ids) - 2, truncation="right")
-    assert result.cut == [0]
-    assert result.kept[0].input_ids == whole.input_ids[:-2]
-    assert "cut to --max-length" in result.lines()[0]
-
-
 @pytest.mark.parametrize(("truncation", "message"), [("right", "no example is left"), ("error", "raise --max-length")])
 def test_a_cut_that_leaves_no_answer_leaves_the_example_out(tokenizer, truncation, message):
     (whole,) = encoded(tokenizer, examples=[24]).kept
     with pytest.raises(UserError, match=message):
         encoded(tokenizer, examples=[24], max_length=whole.prompt_length, truncation=truncation)
-
-
-def test_empty_answers_are_left_out_by_name(tokenizer):
-    class Blank(Sums):
-        def target(self, example):
-            return " " if example == 24 else "x"
-
-    result = encoded(tokenizer, task=Blank())
-    assert result.left_out == {"left out: the answer is empty": [0]}
-    assert [e.index for e in result.kept] == [1]
 
 
 def test_answer_without_tokens_is_left_out_by_name(tokenizer):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 from families import of_family
 from models import Given, encode, make_base, with_template
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from accel_sft import UserError
@@ -90,16 +91,12 @@ def test_an_empty_system_turn_is_no_default_system_prompt(tokenizer):
 
 
 def test_name_of_a_user_is_no_system_prompt(tokenizer):
-    named = {**ASK, "name": "Bob"}
-    plain, with_name = (
-        text.replace("{{ m.role }}", "{{ m.role ~ (' name=' ~ m.name if m.name else '') }}")
-        for text in (TURNS, DEFAULT)
+    named = ([{**ASK, "name": "Bob"}], "no")
+    model = with_template(
+        tokenizer, TURNS.replace("{{ m.role }}", "{{ m.role ~ (' name=' ~ m.name if m.name else '') }}")
     )
-    own = 'chat template: rows without a system prompt get its own: "You are a kind helper."'
-    for template, notes in ((plain, []), (with_name, [own])):
-        model = with_template(tokenizer, template)
-        assert encoded(model, ([named], "no")).notes == notes
-        assert "user name=Bob\n" in prompts(model, ([named], "no"))[0]
+    assert encoded(model, named).notes == []
+    assert "user name=Bob\n" in prompts(model, named)[0]
 
 
 def test_names_and_texts_missing_from_prompts_are_reported(tokenizer):
@@ -119,13 +116,18 @@ def test_names_and_texts_missing_from_prompts_are_reported(tokenizer):
     assert encoded(written, (called, "no"), ([{**ASK, "name": "Bob"}], "no")).notes == []
 
 
-def test_a_template_that_drops_an_indentation_is_reported(tokenizer):
-    own = with_template(tokenizer, TURNS.replace("m.content", "m.content | trim"))
+def test_an_indentation_that_template_or_token_takes_is_reported(tokenizer):
+    trims = with_template(tokenizer, TURNS.replace("m.content", "m.content | trim"))
+    marks = TURNS.replace("<|im_start|>{{ m.role }}\n", "<|{{ m.role }}|>").replace(
+        "<|im_start|>assistant\n", "<|assistant|>"
+    )
+    takes = with_template(tokenizer, marks)
+    takes.add_tokens([AddedToken("<|assistant|>", special=True, rstrip=True)])
     note = "warning: white space that answers begin with, such as an indentation, is not learnt: "
     note += "the template or a token removes it; choose another --chat-template"
-    for answer, notes in (("  y = x\n", [note]), ("y = x\n", [])):
-        assert encoded(own, ([ASK], answer)).notes == notes
-        assert encoded(with_template(tokenizer, TURNS), ([ASK], answer)).notes == []
+    for own, notes in ((trims, [note]), (takes, [note]), (with_template(tokenizer, TURNS), [])):
+        assert encoded(own, ([ASK], "  y = x\n")).notes == notes
+        assert encoded(own, ([ASK], "y = x\n")).notes == []
 
 
 @pytest.mark.parametrize("refused", ["", " and not messages[0].content"])

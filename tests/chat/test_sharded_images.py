@@ -46,20 +46,21 @@ def made(tmp_path_factory):
     return lambda family="qwen2_vl": make(family)
 
 
+def skip_unless_it_runs_here(layout):
+    if layout in ("fsdp2", "hsdp") and not fsdp2_on_cpu.RUNS_HERE:
+        pytest.skip("this torch's FSDP2 does not run on CPUs")
+
+
 @pytest.fixture
 def trained(launched, made):
     """`trained(layout, *options)`: a run of that layout (None: one process), made once."""
 
     def run(layout, *options, family="qwen2_vl"):
+        skip_unless_it_runs_here(layout)
         name = " ".join(["images", family, layout or "one", *options])
         return launched(name, TASK, *JOB, *options, "--model", str(made(family)), **LAUNCHES.get(layout, {}))
 
     return run
-
-
-def skip_unless_it_runs_here(layout):
-    if layout in ("fsdp2", "hsdp") and not fsdp2_on_cpu.RUNS_HERE:
-        pytest.skip("this torch's FSDP2 does not run on CPUs")
 
 
 def assert_same_curve(ours, theirs):
@@ -84,13 +85,11 @@ def names_and_types(folder):
 
 # of twenty rows one has an image: in four steps no rank has one, in one step a single rank
 def ranks_without_an_image_keep_nobody_waiting_and_change_no_loss(trained, made, layout):
-    skip_unless_it_runs_here(layout)
     assert_same_curve(trained(layout, *ONE_PICTURED), one := trained(None, *ONE_PICTURED))
     assert names_and_types(one.run_dir / "best") == names_and_types(made())
 
 
 def every_layout_draws_the_curve_of_one_process(trained, layout, family):
-    skip_unless_it_runs_here(layout)
     if family != "qwen2_vl" and layout in ("ddp", "z2", "z3_offload"):
         pytest.skip("what differs between families is seen where their layers are shared out")
     assert_same_curve(trained(layout, family=family), trained(None, family=family))
@@ -98,7 +97,6 @@ def every_layout_draws_the_curve_of_one_process(trained, layout, family):
 
 # in four of five steps no rank has an image: the tower's gradients are zero, and no rank waits for them
 def parts_of_what_reads_images_are_trained_by_name(trained, made, layout):
-    skip_unless_it_runs_here(layout)
     options = (*ONE_PICTURED, "--train-only", r"visual\.merger|layers\.1\.")
     one = trained(None, *options)
     assert "visual.merger" in one.output
@@ -109,13 +107,11 @@ def parts_of_what_reads_images_are_trained_by_name(trained, made, layout):
 
 
 def an_adapter_with_recomputed_activations_draws_the_curve_of_one_process(trained, layout):
-    skip_unless_it_runs_here(layout)
     options = ("--adapter", "lora", "--lora-dropout", "0", "--gradient-checkpointing")
     assert_same_curve(trained(layout, *options), trained(None, *options))
 
 
 def a_resumed_run_ends_with_the_same_bits_and_the_export_is_loaded_by_transformers(trained, tmp_path, layout):
-    skip_unless_it_runs_here(layout)
     whole = trained(layout)
     again = stopped(whole, tmp_path / "run", 2)
     finished(*whole.arguments, "--resume", "auto", run_dir=again, **LAUNCHES[layout])
@@ -138,30 +134,26 @@ def a_run_goes_on_under_another_layout(trained, tmp_path, first, then):
     assert_same_curve(went_on, whole)
 
 
+def under(check, *layouts, **options):
+    return [partial(check, layout=name, **options) for name in layouts]
+
+
 @matrix(
-    partial(ranks_without_an_image_keep_nobody_waiting_and_change_no_loss, layout="z3"),
-    *(
-        partial(ranks_without_an_image_keep_nobody_waiting_and_change_no_loss, layout=name)
-        for name in ("fsdp2", "hsdp")
-    ),
-    *(
-        partial(every_layout_draws_the_curve_of_one_process, family=family, layout=name)
+    *under(ranks_without_an_image_keep_nobody_waiting_and_change_no_loss, "z3", "fsdp2", "hsdp"),
+    *[
+        check
         for family in vision.FAMILIES
-        for name in ("ddp", "z2", "z3", "z3_offload", "fsdp2")
-    ),
-    *(partial(parts_of_what_reads_images_are_trained_by_name, layout=name) for name in ("ddp", "z2", "z3", "fsdp2")),
-    *(
-        partial(check, layout=name)
-        for check in (
-            an_adapter_with_recomputed_activations_draws_the_curve_of_one_process,
-            a_resumed_run_ends_with_the_same_bits_and_the_export_is_loaded_by_transformers,
+        for check in under(
+            every_layout_draws_the_curve_of_one_process, "ddp", "z2", "z3", "z3_offload", "fsdp2", family=family
         )
-        for name in ("z3", "fsdp2")
-    ),
-    *(
+    ],
+    *under(parts_of_what_reads_images_are_trained_by_name, "ddp", "z2", "z3", "fsdp2"),
+    *under(an_adapter_with_recomputed_activations_draws_the_curve_of_one_process, "z3", "fsdp2"),
+    *under(a_resumed_run_ends_with_the_same_bits_and_the_export_is_loaded_by_transformers, "z3", "fsdp2"),
+    *[
         partial(a_run_goes_on_under_another_layout, first=first, then=then)
         for first, then in (("z3", "z2"), ("z2", "z3"), ("z3", "fsdp2"))
-    ),
+    ],
 )
 def test_images_under_sharded_launches(check, request):
     run(check, request)

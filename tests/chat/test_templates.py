@@ -8,7 +8,7 @@ import pytest
 from answered import by_characters, scored_answers
 from models import Says, encode
 from models import with_template as tokenizer_with
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from accel_sft import UserError
@@ -31,7 +31,6 @@ SOUND = {
     "no end of turn": "{{ m.content }}\n",
     "an empty thinking block": THINKS_EMPTY,
     "a thinking block that is filled in": THINKS_WITHIN,
-    "an empty block on one line": "\n<think></think>\n{{ m.content.strip() }}<|im_end|>",
     "the end of a block only": "\n</think>\n\n{{ m.content }}<|im_end|>",
     "a channel": "<|channel|>final<|message|>{{ m.content }}<|im_end|>",
     "a blank on both sides": " {{ m.content | trim }} <|im_end|>",
@@ -123,6 +122,7 @@ GENERATED = [
     (EMPTY, "<think><|im_end|>", ""),
     ("an element", "odd<|im_end|>", "odd"),
     (EMPTY, "<|im_end|>", ""),
+    (EMPTY, "<think>\n\n</think>\n\na<|channel|>b<|im_end|>", "ab"),  # a token that is generated is no text
     (CHANNEL, "<|channel|>analysis<|message|>odd?<|end|><|start|>assistant<|channel|>final<|message|>odd", "odd"),
     (CHANNEL, "<|channel|>analysis<|message|>odd?<|im_end|>", ""),
     (CHANNEL, "final odd<|im_end|>", "final odd"),
@@ -172,16 +172,6 @@ def test_template_dropping_a_message_is_refused_by_row_and_role(tokenizer, templ
     task = type("Chat", (Says,), {"messages": lambda self, example: turns})()
     with pytest.raises(UserError, match=rf"train example 0: .* drops .* of the {role} turn"):
         encoding(own, ["odd"], task=task)
-
-
-@pytest.mark.parametrize("taken", [True, False])
-def test_indentation_that_a_token_takes_is_named(tokenizer, taken):
-    own = with_template(tokenizer, SOUND["nothing around it"])
-    own.add_tokens([AddedToken("<|a|>", special=True, rstrip=taken)])
-    own.chat_template = own.chat_template.replace("<|im_start|>assistant\n", "<|a|>")
-    notes = encoding(own, ["odd", "    odd\n    even"]).notes
-    assert [note for note in notes if "white space that answers begin with" in note] == notes[: int(taken)]
-    assert bool(notes) == taken
 
 
 def test_thinking_that_the_prompt_opens_is_not_lost(tokenizer):

@@ -6,15 +6,12 @@ import dataclasses
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import models
 import pytest
 from accelerate import Accelerator
 from answered import by_characters, scored_answers
 from conftest import accel_sft, finished, stopped
-from fake_plugins import GOOD, install
 from families import DAY, FAMILIES, MODES, NAMES, of_family
 from models import encode
 from transformers import AutoTokenizer
@@ -115,27 +112,6 @@ def test_scoring_check_leaves_out_kept_thinking():
 JOB = ("--max-steps", "6", "--global-batch-size", "8", "--train-examples", "24", "--validation-examples", "5")
 JOB += ("--learning-rate", "1e-3", "--save-every", "3", "--keep-checkpoints", "5", "--eval-every", "3", "--seed", "5")
 JOB += ("--max-length", "256", "--micro-batch-size", "4", "--batching", "padded")
-
-
-THINKS = GOOD.replace("return str(example)", "return f'<think>{example}?</think>{example}'").replace(
-    'return {"accuracy"', 'assert "think" not in text\n        return {"accuracy"'
-)
-
-
-def test_thinking_in_targets_is_trained_and_generated_with(tiny, tmp_path):
-    shutil.copytree(tiny, tmp_path / "model")
-    own, _ = of_family(AutoTokenizer.from_pretrained(tiny), "Qwen2.5")
-    own.save_pretrained(tmp_path / "model")
-    (tmp_path / "site").mkdir()
-    install(tmp_path / "site", "accel-sft-good", "good = accel_sft_good:Good", THINKS)
-    plugin, size = {"PYTHONPATH": str(tmp_path / "site")}, ("--size", "4")
-    job = ("good", *size, "--thinking", "keep", "--model", str(tmp_path / "model"), "--max-steps", "60")
-    job += ("--global-batch-size", "4", "--learning-rate", "1e-2", "--eval-every", "60")
-    run = finished(*job, run_dir=tmp_path / "run", environment=plugin)
-    assert run.result()["after"]["accuracy"] == 1.0
-    lines = re.search(r"```python\n(.*?)```", (run.run_dir / "final" / "README.md").read_text(), re.S)[1]
-    done = subprocess.run([sys.executable, "-c", lines], cwd=run.run_dir / "final", capture_output=True, text=True)
-    assert re.fullmatch(r"<think>(\d)\?</think>\1", done.stdout.strip()), done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +251,7 @@ def test_prompts_of_training_are_what_is_generated_from(tokenizer, name):
     assert example.input_ids[: example.prompt_length] == ids
 
 
-DROPPING = [("DeepSeek-R1", "template"), ("QwQ", "template"), ("Qwen3", "off"), ("Qwen3.5", "off")]
+DROPPING = [("DeepSeek-R1", "template"), ("Qwen3", "off"), ("Qwen3.5", "off")]
 
 
 @pytest.mark.parametrize(("name", "thinking"), DROPPING)
@@ -287,8 +263,9 @@ def test_dropped_thinking_is_refused_unless_it_is_kept(tokenizer, name, thinking
 
 def test_a_target_that_is_thinking_alone_has_no_answer(tokenizer):
     own, ends = of_family(tokenizer, "Qwen3")
-    encoding = encoded(own, ends, ["<think>two</think>\n", "odd"], "keep")
-    assert encoding.left_out == {"left out: the answer is empty": [0]}
+    encoding = encoded(own, ends, ["<think>two</think>\n", "odd", " "], "keep")
+    assert encoding.left_out == {"left out: the answer is empty": [0, 2]}
+    assert [row.index for row in encoding.kept] == [1]
 
 
 UNSOUND = {
@@ -314,7 +291,6 @@ def test_prompt_that_is_never_a_prefix_is_refused(tokenizer, unsound):
 FAILING = {
     "{{ 1 / 0 }}": "ZeroDivisionError: division by zero",
     "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}": "RecursionError: maximum recursion depth",
-    "{{ nothing.there }}": "'nothing' is undefined",
     "{% if %}": "Expected an expression",
     "{{ raise_exception('no\nthanks \x1b[2J') }}": r"no\\nthanks \\x1b\[2J",
 }
@@ -378,27 +354,14 @@ def test_thinking_and_the_day_are_part_of_the_caches_key(tokenizer):
     assert key("Qwen3") == key("Qwen3", day="2024-03-01")  # which writes no date
 
 
-def test_notes_are_printed_again_for_cached_tokens(tokenizer, monkeypatch, tmp_path):
-    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path))
-    own, ends = of_family(tokenizer, "Gemma 2")
-    rules = Rules(frozenset(ends), 512, "drop")
-    for _ in range(2):
-        encoder = SplitEncoder(Accelerator(cpu=True), own, Says(), rules)
-        lines = encoder(["odd", "even"], "train").lines()
-        assert [line for line in lines if "takes no system message" in line]
-        assert [line for line in encoder(["odd"], "validation").lines() if "takes no system" in line] == []
-
-
-@pytest.mark.parametrize("name", ["chat_template.json", "chat_template.jinja"])
-def test_template_in_a_file_of_its_own_is_read(tiny, tmp_path, name):
-    shutil.copytree(tiny, tmp_path / "model")
-    (jinja,) = (tmp_path / "model").glob("chat_template.jinja")
-    text = jinja.read_text()
-    jinja.unlink()
-    (tmp_path / "model" / name).write_text(json.dumps({"chat_template": text}) if name.endswith("json") else text)
-    source = Source(str(tmp_path / "model"), str(tmp_path / "model"))
+def test_template_in_a_json_file_of_its_own_is_read(tiny, tmp_path):
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    text = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": text}))
+    source = Source(str(folder), str(folder))
     assert load_tokenizer(source, trust_remote_code=False).chat_template == text
-    (tmp_path / "model" / name).unlink()
+    (folder / "chat_template.json").unlink()
     with pytest.raises(UserError, match="no chat template"):
         load_tokenizer(source, trust_remote_code=False)
 
@@ -412,13 +375,6 @@ def test_marks_that_open_a_block_and_those_that_close_it():
     assert closing_mark("<|im_start|>assistant\n") is closing_mark("<think>\nSo") is closing_mark("[/INST]") is None
 
 
-@pytest.mark.parametrize("day", ["today", "2024-02-30", "20240229"])
-def test_a_day_that_is_none_is_refused(day):
-    (line,) = TrainConfig(template_date=day).problems()
-    assert "--template-date" in line
-    assert line.endswith("expected a day as YYYY-MM-DD")
-
-
 def test_the_settings_of_the_templates_are_part_of_the_run():
     before = TrainConfig(template_date=DAY).resolved({}).as_dict()
     assert changed(before, {**before}) == []
@@ -428,3 +384,7 @@ def test_the_settings_of_the_templates_are_part_of_the_run():
     assert changed(earlier, before) == []
     assert EvaluateConfig(model="run").thinking is None  # the run's own
     assert {"thinking", "template_date"} <= TOOLS["evaluate"].takes
+    for day in ("today", "2024-02-30", "20240229"):
+        (line,) = TrainConfig(template_date=day).problems()
+        assert "--template-date" in line
+        assert line.endswith("expected a day as YYYY-MM-DD")

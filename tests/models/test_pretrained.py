@@ -176,11 +176,9 @@ def test_adapter_on_all_linear_layers_names_omitted_ones(made, family):
 
 @pytest.mark.parametrize("family", ["gpt2", "deepseek_v3", "qwen3_moe"])
 def test_an_adapter_on_all_linear_layers_stands_where_pefts_would(made, family):
-    theirs = get_peft_model(
-        architectures.load(made(family)), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
-    )
-    ours = loaded(made(family), adapter="lora")
-    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    config = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    theirs = get_peft_model(architectures.load(made(family)), config)
+    assert loaded(made(family), adapter="lora").state_dict().keys() == theirs.state_dict().keys()
 
 
 def test_token_beyond_the_models_vocabulary_is_one_line(made, tmp_path):
@@ -196,10 +194,7 @@ def test_token_beyond_the_models_vocabulary_is_one_line(made, tmp_path):
 
 NAMED = {
     "qwen3_5": ({}, "of multimodal weights, only the language model is loaded and exported; merge an ad"),
-    "llama": (
-        {"num_hidden_layers": 3},
-        "not loaded, as config.json describes no such weights: 9 in its files (model",
-    ),
+    "llama": ({"num_hidden_layers": 3}, "not loaded, as config.json describes no such weights: 9 in its files (model"),
     "qwen3_moe": ({"output_router_logits": True}, "router_aux_loss_coef 0.001: experts' balance is not trained"),
 }
 

@@ -1,4 +1,4 @@
-"""Where weights are looked for, what is said when they are not there, and a model that cannot be compiled."""
+"""Where weights are looked for, and what is said when they are not there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from accel_sft.commands.trained import Trained
 from accel_sft.io import terminal
 from accel_sft.io.run_dir import RunDir
 from accel_sft.models import load
-from accel_sft.models.kernels import compile_blocks
 from accel_sft.models.load import load_model
 from accel_sft.models.source import errors_explained, find_source, hub_place
 from accel_sft.tools.plan.command import model_config
@@ -34,7 +33,9 @@ RECORD = json.dumps({"task": "math", "config": {}, "task_options": {}, "launch":
 
 
 def test_adapter_of_a_moved_run_has_its_base_and_record(tmp_path, monkeypatch):
-    adapter(tmp_path, "org/gone")
+    (tmp_path / "final").mkdir()
+    (tmp_path / "run.json").write_text(RECORD)
+    (tmp_path / "final" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/gone"}')
     monkeypatch.chdir(tmp_path)
     assert RunDir.record_around("gpt2") is None
     assert RunDir.record_around("org/model") is None
@@ -46,13 +47,6 @@ def test_adapter_of_a_moved_run_has_its_base_and_record(tmp_path, monkeypatch):
     for name in (".", str(tmp_path)):
         source = find_source(name)  # the run was moved
         assert (source.weights, Path(source.adapter).resolve()) == (str(tmp_path / "base"), tmp_path / "final")
-
-
-def adapter(run, base):
-    (run / "final").mkdir(parents=True)
-    (run / "run.json").write_text(RECORD)
-    (run / "final" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
-    return run
 
 
 def test_unreachable_hub_is_tried_once_before_anything_loads(monkeypatch, caplog):
@@ -95,11 +89,6 @@ def test_hub_wait_is_announced_and_cached_models_need_none(monkeypatch, capsys, 
     with errors_explained("org/model"):
         time.sleep(0.5)
     assert re.fullmatch(r"(waiting for org/model from the hub: \d s so far\n)+", capsys.readouterr().out)
-
-
-def test_a_model_that_names_no_repeated_blocks_is_not_compiled():
-    with pytest.raises(UserError, match=r"--compile: the model does not name its repeated blocks"):
-        compile_blocks(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,6 @@ def test_value_neither_plain_nor_named_has_no_fingerprint(having):
 
 UNKNOWN = {
     "a module beside the package": {"having/late.py": "def late():\n    import beside", "beside.py": "WORD = 'a'"},
-    "a module that is not there": {"having/late.py": "import no_such_module"},
     "a module by name": {"having/late.py": "import importlib\nlate = importlib.import_module('beside')"},
     "its own file": {"having/late.py": "TEXT = open(__file__).read()"},
     "the environment": {"having/late.py": "from os import environ as e\nWORD = e.get('WORD')"},

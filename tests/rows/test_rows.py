@@ -45,10 +45,8 @@ def problems(path):
 
 ROWS = [{"answer": "1 + 4"}, {"answer": "王大丫丫\u2028", "more": [1.5, None, {"x": "😀"}]}]
 WELL_FORMED = {
-    "array": json.dumps(ROWS),
     "array, indented": "\n\r\n " + json.dumps(ROWS, indent=4, ensure_ascii=False),
     "lines": "\n".join(map(json.dumps, ROWS)),
-    "lines, not escaped": "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n",
     "lines with CRLF and blank ones": "\r\n\r\n".join(map(json.dumps, ROWS)) + "\r\n",
     "byte-order mark": "\ufeff" + json.dumps(ROWS),
 }
@@ -154,13 +152,11 @@ MALFORMED = {
     "not an object": ("[1]", " expected a JSON object, got list"),
     "key twice, inside": ('{"answer": "1", "x": {"y": 1, "y": 2}}', " field 'y': expected each key once"),
     "NaN": ('{"answer": "1", "x": [NaN]}', " NaN is not JSON; use null or a number"),
-    "half a surrogate pair": (r'{"answer": "\ud83d"}', " a lone surrogate (\\ud800-\\udfff) is not text; remove it"),
     "half a surrogate pair in a key": (r'{"answer": "1", "\ude00": 1}', " a lone surrogate"),
     "nested too deeply": ('{"answer": "1", "x": ' + "[" * 120 + "]" * 120 + "}", " nested too deeply"),
 }
 MALFORMED_LINES = MALFORMED | {
     "cut off": ('{"answer": "1', " not JSON at column 12: Unterminated string starting at"),
-    "single quotes": ("{'answer': '1'}", " not JSON at column 2: Expecting property name enclosed in double quotes"),
     "two objects": ('{"answer": "1"} {"answer": "2"}', " not JSON at column 17: Extra data"),
     "nested beyond reading": ('{"answer": "1", "x": ' + "[" * 200_000 + "]" * 200_000 + "}", " nested too deeply"),
     "a number too long to read": ('{"answer": "1", "x": ' + "9" * 5000 + "}", " Exceeds the limit"),
@@ -186,7 +182,6 @@ BROKEN_ARRAYS = {
     "cut off inside": ('[{"answer": "1"},\n{"answer":\n "2', " row 2: not JSON at line 3, column 2: Unterminated str"),
     "comma at the end": ('[{"answer": "1"},\n]', " row 1: a comma follows, but no row after it"),
     "text behind": ('[{"answer": "1"}]\n[]', " row 1: text after the end of the array: '[]'"),
-    "never closed": ("[", " row 1: not JSON at column 2: Expecting value; the rest is unread"),
     "nested beyond reading": ("\n" + "[" * 200_000, " row 1: nested too deeply; the rest is unread"),
 }
 

@@ -1,4 +1,4 @@
-"""Chat templates, written for the tests, that behave like the templates of model families."""
+"""Chat templates, written for the tests, that behave like those of model families; tokenizers with them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ import pytest
 
 DAY = "2024-02-29"
 MODES = ("off", "template", "keep")
-"""Those of `--thinking`."""
+"""The modes of `--thinking`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A family's chat template, and the special tokens that it uses."""
+    """A family's chat template.
+
+    Attributes:
+        special: the special tokens that it uses.
+        ends: the tokens that end an answer.
+        stop: the token that should be learnt as the end; "" for the first of `ends`.
+    """
 
     template: str
     special: tuple[str, ...]
-    ends: tuple[str, ...]  # the tokens that end an answer
-    stop: str = ""  # the token that should be learnt as the end; "" for the first of `ends`
+    ends: tuple[str, ...]
+    stop: str = ""
 
     @property
     def learnt_end(self) -> str:
@@ -100,6 +106,16 @@ FAMILIES = {
         ("<eos>", "<end_of_turn>"),
         "<end_of_turn>",
     ),
+    "Gemma 3": Family(
+        "<bos>{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}"
+        "{% set rest = messages[1:] %}{% else %}{% set first, rest = '', messages %}{% endif %}"
+        "{% for m in rest %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{{ first if loop.first }}{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        ("<bos>", "<start_of_turn>", "<end_of_turn>", "<eos>"),
+        ("<eos>", "<end_of_turn>"),
+        "<end_of_turn>",
+    ),
     "Gemma 4": Family(
         "<bos>{% for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
         "{{ m.content | trim }}<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n"
@@ -140,10 +156,10 @@ FAMILIES = {
         ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
         ("<|end_of_text|>",),
     ),
-    "QwQ": _chatml("{{ m.content.split('</think>')[-1].lstrip('\n') }}", "<think>\n"),
 }
-NAMES = [pytest.param(name, marks=pytest.mark.long) if name in ("Llama 3.2", "QwQ") else name for name in FAMILIES]
-"""Those that are `long` do what others do, too."""
+_ALIKE = {"Gemma 3", "Llama 3.2"}
+"""Families whose templates do what those of others do, too."""
+NAMES = [pytest.param(name, marks=pytest.mark.long) if name in _ALIKE else name for name in FAMILIES]
 
 
 def of_family(tokenizer, name):

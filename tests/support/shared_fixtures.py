@@ -21,6 +21,13 @@ def tokenizer(tiny):
 
 
 @pytest.fixture(scope="module")
+def model(tiny):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny)
+
+
+@pytest.fixture(scope="module")
 def adapter(tiny, tmp_path_factory):
     """The folder of a LoRA adapter on the tiny model."""
     from peft import LoraConfig

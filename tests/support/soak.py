@@ -16,19 +16,20 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 from launches import Launch, Machine
 from stopping import steps_done
 
-JOB = ("--max-steps", "12", "--global-batch-size", "10", "--seed", "7", "--max-new-tokens", "6")
+STEPS, EVAL_EVERY = 12, 4
+JOB = ("--max-steps", str(STEPS), "--global-batch-size", "10", "--seed", "7", "--max-new-tokens", "6")
 JOB += ("--train-examples", "60", "--validation-examples", "7")  # two epochs
-JOB += ("--save-every", "2", "--eval-every", "4", "--resume", "auto")
+JOB += ("--save-every", "2", "--eval-every", str(EVAL_EVERY), "--resume", "auto")
 DROPOUT = ("--adapter", "lora", "--lora-dropout", "0.1")
 FIXED = ("--batching", "shared", "--micro-batch-size", "5")
 LAYOUTS = {"plain": (*DROPOUT, *FIXED), "ddp": (), "ddp on 3": FIXED, "z2": DROPOUT, "z3 on 3": FIXED}
@@ -36,9 +37,28 @@ LAYOUTS = {"plain": (*DROPOUT, *FIXED), "ddp": (), "ddp on 3": FIXED, "z2": DROP
 KILLS_PER_FOLDER = 5
 COMPILING_SECONDS, LAUNCH_SECONDS, END_SECONDS = 600, 120, 30
 """Seconds after which a launch counts as hung: since the start of a layout's first and of another, since its kill."""
+MOST_DELAY_SECONDS = 0.3
+"""What is aimed at is hit up to so many seconds after it began."""
 KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
 HITS = (("rank 0", KILL), ("rank 1", KILL), ("all ranks", KILL), ("launcher", KILL), ("everyone", KILL))
 HITS += (("launcher", TERM), ("launcher", INT), ("everyone", INT))  # the last is Ctrl-C at a terminal
+
+
+def evaluated(run_dir: Path) -> int:
+    file = run_dir / "metrics.jsonl"
+    return file.read_text().count('"eval_loss"') if file.exists() else 0
+
+
+AIMS: dict[str, Callable[[Path, int], bool]] = {
+    "starting": lambda run_dir, step: True,
+    "stepping": lambda run_dir, step: steps_done(run_dir) >= step,
+    "saving": lambda run_dir, step: steps_done(run_dir) >= step and any(run_dir.glob("checkpoints/.*.partial")),
+    "evaluating": lambda run_dir, step: (
+        steps_done(run_dir) >= step and 0 < evaluated(run_dir) <= steps_done(run_dir) // EVAL_EVERY
+    ),
+    "exporting": lambda run_dir, step: any(run_dir.glob(".*.partial")),
+}
+"""What a run is hit amid, as its files show it, at a step or later."""
 
 
 def started(machine: Machine, layout: str, name: str) -> contextlib.AbstractContextManager[Launch]:
@@ -73,7 +93,7 @@ def hangs(launch: Launch, seconds: float) -> bool:
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGABRT)
-    launch.process.poll()
+    launch.process.wait()  # a process that is about to end has lost its mark before it has a status
     return bool(left)
 
 
@@ -95,26 +115,28 @@ def outcome(launch: Launch, seconds: float) -> dict:
     return made
 
 
-def reference(machine: Machine, layout: str) -> tuple[dict, float]:
-    """The outcome of two uninterrupted runs, which must be the same, and the seconds of the second."""
+def reference(machine: Machine, layout: str) -> dict:
+    """The outcome of two uninterrupted runs, which must be the same; the first may compile an operator."""
     outcomes = []
     for number, seconds in enumerate((COMPILING_SECONDS, LAUNCH_SECONDS)):
-        began = time.monotonic()
         with started(machine, layout, f"{layout}-reference-{number}") as launch:
             outcomes.append(outcome(launch, seconds))
     if outcomes[0] != outcomes[1] or outcomes[0].get("status") != "complete":
         sys.exit(f"{layout}: not even uninterrupted runs end alike")
-    return outcomes[0], time.monotonic() - began
+    return outcomes[0]
 
 
-def kill(launch: Launch, rng: random.Random, seconds: float) -> str:
-    """Kill at a random instant of so many seconds; return who was hit, "" if the run ended first."""
+def kill(launch: Launch, rng: random.Random, aim: str, step: int) -> str:
+    """Kill at a random instant amid what is aimed at; return who was hit, "" if the run ended first."""
     who, number = rng.choice(HITS)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        launch.process.wait(rng.random() * seconds)
+    until = time.monotonic() + LAUNCH_SECONDS
+    while launch.process.poll() is None and time.monotonic() < until and not AIMS[aim](launch.folder, step):
+        time.sleep(0.001)
+    time.sleep(rng.random() * (MOST_DELAY_SECONDS if aim != "starting" else 10))
+    if launch.process.poll() is not None:
         return ""
     hit(launch, who, number)
-    print(f"  {who} {number.name}, step {steps_done(launch.folder)}", flush=True)
+    print(f"  {who} {number.name}, {aim}, step {steps_done(launch.folder)}", flush=True)
     return f"{who} {number.name}"
 
 
@@ -135,18 +157,18 @@ def main() -> int:
         if kills >= arguments.kills:
             break
         with contextlib.ExitStack() as stack:
-            for _ in range(KILLS_PER_FOLDER):
+            for step, aim in sorted((rng.randrange(STEPS), rng.choice([*AIMS])) for _ in range(KILLS_PER_FOLDER)):
                 launch = stack.enter_context(started(machine, layout, f"run-{number}"))
-                who = kill(launch, rng, expected[layout][1])
+                who = kill(launch, rng, aim, step)
                 kills += bool(who)
                 # a resume may come while ranks that lost their launcher are still about to end
                 orphaned = who in ("launcher SIGKILL", "everyone SIGKILL")
                 wrong += not (orphaned and rng.random() < 0.5) and hangs(launch, END_SECONDS)
             last = outcome(stack.enter_context(started(machine, layout, f"run-{number}")), LAUNCH_SECONDS)
-        wanted = expected[layout][0]
-        differing = [key for key in last.keys() | wanted if last.get(key) != wanted.get(key)]
+        differing = [key for key in last.keys() | expected[layout] if last.get(key) != expected[layout].get(key)]
         wrong += bool(differing)
-        print(f"{layout:8} run-{number}: {f'DIFFERENT {sorted(differing)}' if differing else 'identical'}", flush=True)
+        said = f"DIFFERENT {[(key, last.get(key)) for key in sorted(differing)]}" if differing else "identical"
+        print(f"{layout:8} run-{number}: {said}", flush=True)
     print(f"{kills} kills; {wrong} runs hung or ended otherwise; the runs are in {folder}")
     return bool(wrong)
 

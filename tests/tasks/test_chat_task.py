@@ -7,31 +7,23 @@ import hashlib
 import io
 import json
 
-import chats
 import pyarrow.parquet
 import pytest
 from chats import jsonl
-from click.testing import CliRunner
 from conftest import finished
 from PIL import Image
-from transformers import AutoTokenizer
 
 from accel_sft import UserError
 from accel_sft.chat.conversation import conversation
-from accel_sft.chat.encode import encode_parts
-from accel_sft.chat.encoded import Rules
-from accel_sft.chat.rendering import Rendering
-from accel_sft.cli.group import cli
 from accel_sft.evaluation.scoring import check_scoring
-from accel_sft.models.tiny import build_tiny
-from accel_sft.training.prepare import texts_of
 from accel_sft_chat import Chat
 from accel_sft_chat.metrics import METRICS
 from accel_sft_chat.task import parse_row
 from accel_sft_chat.turns import Dialogue
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
-TOOL = {"type": "function", "function": chats.WEATHER}
+WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+TOOL = {"type": "function", "function": WEATHER}
 SYSTEM, ASK, ANSWER = ({"role": role, "content": role[:1]} for role in ("system", "user", "assistant"))
 AGAIN, MORE = {"role": "user", "content": "u2"}, {"role": "assistant", "content": "a2"}
 
@@ -109,7 +101,7 @@ CALLS = {
         ASK, {**ANSWER, "content": "", "function_call": PARIS}, {"role": "function", "content": "21"}, ANSWER
     ),
 }
-OFFERED = ({"tools": [TOOL]}, {"tools": json.dumps([chats.WEATHER])}, {"functions": [chats.WEATHER]})
+OFFERED = ({"tools": [TOOL]}, {"tools": json.dumps([WEATHER])}, {"functions": [WEATHER]})
 
 
 def test_calls_of_tools_are_learnt_and_their_results_are_not(rows):
@@ -233,15 +225,6 @@ def test_image_mark_without_an_image_is_reported(rows):
     assert note == "2 rows with <image> in a text and no image in the row; the mark stays a word"
 
 
-def test_missing_image_is_named_by_its_line(tmp_path):
-    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "u <image>", "completion": "a", "images": ["none.png"]}])
-    task = Chat(validation_file=path)
-    with pytest.raises(UserError) as caught:
-        conversation(task, task.dataset("validation"), "validation", 0)
-    (line,) = caught.value.problems
-    assert line.startswith(f"validation example 0 ({path}:1): messages() gave the image ")
-
-
 OPTIONS = [
     ({"train_file": None}, "--train-file: a file, a folder or a data set of the hub is needed"),
     ({"validation_file": "y", "held_out": 1}, "--held-out: --validation-file replaces it"),
@@ -314,65 +297,32 @@ def test_metrics(metric):
     assert task.main_metric == METRICS[metric].key
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_a_call_is_right_however_the_template_writes_it():
+    task, example = Chat(train_file="x", metric="exact"), Dialogue([ASK], CALLING[1:2], [TOOL])
+    for text in (
         '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>',
         '[TOOL_CALLS] {"name": "weather", "arguments": {"city": "Paris"}}',
         '{"type": "function", "function": {"name": "weather", "parameters": {"city": "Paris"}}}',
-    ],
-)
-def test_a_call_is_right_however_the_template_writes_it(text):
-    task, example = Chat(train_file="x", metric="exact"), Dialogue([ASK], CALLING[1:2], [TOOL])
-    assert task.score(example, text) == {"exact_match": 1.0}
-    assert task.score(example, text.replace("Paris", "Lima")) == {"exact_match": 0.0}
+    ):
+        assert task.score(example, text) == {"exact_match": 1.0}
+        assert task.score(example, text.replace("Paris", "Lima")) == {"exact_match": 0.0}
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return chats.write(tmp_path_factory.mktemp("chats"), 200)
-
-
-def test_a_file_of_each_form_with_its_blemishes_is_encoded(files, tmp_path):
-    """Every row that is not left out has tokens with a loss, which are its answers and the ends of their turns."""
-    tokenizer, texts = None, {}
-    for name, path in files.items():
-        task = Chat(train_file=str(path))
-        train, validation = task.dataset("train"), task.dataset("validation")
-        assert train.fingerprint, name
-        left_out = sum(reason.rows for reason in train.left_out())
-        count = len(path.read_text().split("\n")) - 2 if "CSV" in name else 200
-        assert len(train) + len(validation) + left_out == count
-        assert len(validation) == round(0.05 * (len(train) + len(validation)))
-        if tokenizer is None:
-            build_tiny(tmp_path / "tiny", texts_of(task, train), seed=0)
-            tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny")
-            rendering = Rendering(tokenizer, "template", "2026-01-01")
-        rules = Rules(frozenset({tokenizer.eos_token_id}), 512, "drop")
-        parts = list(encode_parts(rendering, task, train, range(len(train)), "train", rules))
-        assert [part.left_out for part in parts] == [{}] * len(parts), name
-        texts[name] = [
-            tokenizer.decode([example.input_ids[at] for span in example.learnt for at in span])
-            for part in parts
-            for example in part.kept
-        ]
-        assert len(texts[name]) == len(train), name
-    assert texts["messages"] == texts["messages as Parquet"] == texts["sharegpt"] == texts["sharegpt, compressed"]
-    assert texts["alpaca"] == texts["alpaca as JSON"]
-    assert any(text.count("<|im_end|>") == 2 for text in texts["messages"])
-    assert any("<tool_call>" in text for text in texts["messages"])
-
-
-def test_a_file_of_chats_trains_on_two_ranks(launched, files):
+def test_a_file_of_chats_trains_on_two_ranks(launched, tmp_path_factory):
     """With its blemishes; which turns are learnt, what was done and what is held out is told."""
+    given = [sharegpt(("human", f"What is {n} + 1?"), ("gpt", f"It is {n + 1}.")) for n in range(100)]
+    given[7] = sharegpt(("human", "Hello."), ("human", "What is 7 + 1?"), ("gpt", "It is 8."))
+    given[67] = sharegpt(("human", "Hello."))
+    path = tmp_path_factory.mktemp("chats") / "sharegpt.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, given)).encode()))
     run = launched(
-        "chat", "chat", "--train-file", str(files["sharegpt, compressed"]), "--max-steps", "2", "--eval-limit", "4",
-        "--max-new-tokens", "8", yaml="ddp",
+        "chat", "chat", "--train-file", str(path), "--max-steps", "2", "--eval-limit", "4", "--max-new-tokens", "8",
+        yaml="ddp",
     )  # fmt: skip
     for line in (
         "rows read as ShareGPT (column conversations: from, value)",
-        "with two user turns in a row, which are joined by a blank line (lines 8, 128)",
-        "left out: no assistant turn to learn (lines 68, 188)",
+        "with two user turns in a row, which are joined by a blank line (line 8)",
+        "left out: no assistant turn to learn (line 68)",
         "rows are held out of",
     ):
         assert line in " ".join(run.output.split()), line
@@ -380,13 +330,10 @@ def test_a_file_of_chats_trains_on_two_ranks(launched, files):
     assert run.lines("eval_loss")[-1]["eval_loss"] < run.lines("eval_loss")[0]["eval_loss"]
 
 
-def test_training_by_loss_alone_generates_nothing(tmp_path, files):
-    run = finished(
-        "chat", "--train-file", str(files["alpaca"]), "--metric", "loss", "--max-steps", "2", "--eval-every", "1",
-        run_dir=tmp_path / "run",
-    )  # fmt: skip
-    (data,) = (line for line in run.output.splitlines() if line.startswith("data "))
-    assert "; 2 steps of " in data
+def test_training_by_loss_alone_generates_nothing(tmp_path):
+    rows = jsonl(tmp_path / "rows.jsonl", ({"instruction": f"{n}?", "output": f"It is {n}."} for n in range(200)))
+    command = ("chat", "--train-file", rows, "--metric", "loss", "--max-steps", "2", "--eval-every", "1")
+    run = finished(*command, run_dir=tmp_path / "run")
     assert run.lines("eval_loss")[-1]["eval_loss"] < run.lines("eval_loss")[0]["eval_loss"]
     assert [set(line) for line in run.lines("eval_loss")] == [{"step", "eval_loss"}] * 3
     assert run.result()["best"]["eval_loss"] == min(line["eval_loss"] for line in run.lines("eval_loss"))
@@ -395,16 +342,14 @@ def test_training_by_loss_alone_generates_nothing(tmp_path, files):
 
 def test_check_names_rows_of_chat_files_by_line(tmp_path, called):
     lines = [json.dumps(messages({**ASK, "content": f"{n}?"}, {**ANSWER, "content": f"{n}"})) for n in range(40)]
-    lines[3] = lines[2]
     lines[5] = json.dumps(messages({"role": "user", "content": None}, ANSWER))
     lines[11] = json.dumps({"query": "u"})
-    lines[7] = "{"
     lines[9] = json.dumps(messages(ASK))
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
     done = called("check", "chat", "--train-file", str(tmp_path / "chats.jsonl"), "--json")
     report = json.JSONDecoder().raw_decode(done.output)[0]
     reported = {finding["code"]: [row["where"] for row in finding["rows"]] for finding in report["findings"]}
-    expected = {"D101": [8], "D102": [12], "D104": [6, 10], "D401": [4]}
+    expected = {"D102": [12], "D104": [6, 10]}
     assert reported == {code: [f"{tmp_path}/chats.jsonl:{line}" for line in lines] for code, lines in expected.items()}
 
 
@@ -414,9 +359,6 @@ def test_rows_trained_on_and_evaluated_are_a_leak(called, tmp_path):
         audit = called("check", "chat", "--train-file", rows, *mode)
         assert (audit.status, "D404" in audit.output) == (code, bool(code))
         assert ("are both trained on and evaluated" in audit.output) is not bool(code)
-    once = ("--max-steps", "1", "--eval-every", "off", "--save-every", "off")
-    run = finished("chat", "--train-file", rows, "--validation-file", rows, *once, run_dir=tmp_path / "run")
-    assert "D404" in run.output
 
 
 def part(path=None):
@@ -508,25 +450,12 @@ def test_images_that_do_not_fit_their_texts_are_refused(rows, row, message):
         rows(row, strict_rows=True)
 
 
-def test_run_without_a_model_names_tiny_a_toy(tmp_path):
-    rows = jsonl(tmp_path / "rows.jsonl", [messages(ASK, ANSWER)])
-    run = CliRunner().invoke(cli, ["chat", "--train-file", rows, "--dry-run"])
-    note = "note: training the built-in toy model. For a real one: --model Qwen/Qwen2.5-0.5B-Instruct"
-    assert (run.exit_code, note in " ".join(run.output.split())) == (0, True), run.output
-    assert "toy" not in CliRunner().invoke(cli, ["math", "--dry-run"]).output
-
-
 def test_answers_of_one_word_are_best_scored_by_another_metric(tmp_path):
-    def notes(file, **options):
-        task = Chat(validation_file=str(file), **options)
-        task.dataset("validation")
-        return [note for note in task.dataset("validation").notes if "--metric exact" in note]
-
-    answers = {"short": ["yes"] * 20, "long": ["yes, it is"] * 20, "labels": ["order status", "order return"] * 10}
-    for name, texts in answers.items():
-        jsonl(tmp_path / name, ({"prompt": "u", "completion": answer} for answer in texts))
-    assert len(notes(tmp_path / "short")) == len(notes(tmp_path / "labels")) == 1
-    assert notes(tmp_path / "short", metric="exact") == notes(tmp_path / "long") == []
+    labels, long = ["order status", "order return"] * 10, ["yes, it is"] * 20
+    for answers, metric, hints in ((["yes"] * 20, "f1", 1), (labels, "f1", 1), (labels, "exact", 0), (long, "f1", 0)):
+        rows = ({"prompt": "u", "completion": answer} for answer in answers)
+        task = Chat(validation_file=jsonl(tmp_path / "rows.jsonl", rows), metric=metric)
+        assert str(task.dataset("validation").notes).count("--metric exact") == hints
 
 
 @pytest.mark.parametrize(("answers", "warned"), [(["\\boxed{1}"] * 3, True), (["1", "#### 2"], False)])
@@ -542,7 +471,6 @@ def test_a_metric_that_matches_no_own_answer_is_named(tmp_path, answers, warned)
     [
         (600, {}, "30 of 600 rows are held out of FILE: few, a score of 0.5 is ±0.17 (95%); --held-out 100: ±0.10"),
         (60, {"held_out": 20}, "20 of 60 rows are held out of FILE: few, a score of 0.5 is ±0.20 (95%); --validation"),
-        (200, {"held_out": 100}, "100 of 200 rows are held out of FILE: to evaluate (--held-out"),
     ],
 )
 def test_few_rows_held_out_are_named_with_their_interval(tmp_path, rows, options, message):

@@ -5,42 +5,23 @@ import subprocess
 import sys
 
 import pytest
+from chats import jsonl
 
 from accel_sft import UserError
 from accel_sft_math import Example, Math
 
 PREFIX = Math().answer_prefix
-OF_SERIES_A = "王大丫丫的回答是--->"
 FIVE = Example("5=", 5, f"{PREFIX}1 + 4")
-
-
-def scored(text, example=FIVE, **options):
-    result = Math(**options).score(example, text)
-    return result["accuracy"], result["format_rate"]
-
-
-def write(path, rows, lines=False):
-    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) if lines else json.dumps(rows)
-    path.write_text(text, encoding="utf-8")
-    return str(path)
 
 
 def row(number, output=None, **extra):
     return {"instruction": f"{number}=", "input": "", "output": output or f"{PREFIX}1 + {number - 1}", **extra}
 
 
-def complaint(action):
+def complaint(**options):
     with pytest.raises(UserError) as caught:
-        action()
+        Math(**options).dataset("train")
     return caught.value.problems
-
-
-def test_rows_look_like_series_a():
-    task = Math(max_number=50, validation_examples=10, train_examples=80, answer_prefix=OF_SERIES_A)
-    example = task.dataset("train")[0]
-    assert task.messages(example)[1] == {"role": "user", "content": f"{example.number}="}
-    assert task.target(example).startswith(OF_SERIES_A)
-    assert scored(f"{OF_SERIES_A}2 + 3", answer_prefix=OF_SERIES_A) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("addends", ["no-carry", "uniform"])
@@ -84,16 +65,15 @@ def test_examples_are_a_function_of_the_options():
         (f" {PREFIX} 2+3\n", (1.0, 1.0)),
         (f"{PREFIX}-2 + 7", (1.0, 1.0)),
         (f"{PREFIX}2 + 2", (0.0, 1.0)),
-        ("1 + 4", (0.0, 0.0)),
         (f"{PREFIX}1 + 4 + 0", (0.0, 0.0)),
-        (f"{PREFIX}__import__('os') + 4", (0.0, 0.0)),
         (f"{PREFIX}٣ + ٢", (0.0, 0.0)),
         (f"{PREFIX}{'9' * 600} + 1", (0.0, 1.0)),
         (f"{PREFIX}{'9' * 100_000} + 1", (0.0, 0.0)),
     ],
 )
 def test_score(text, expected):
-    assert scored(text) == expected
+    result = Math().score(FIVE, text)
+    assert (result["accuracy"], result["format_rate"]) == expected
 
 
 def test_scores_are_json_and_degenerate_answers_show():
@@ -110,25 +90,26 @@ def test_scores_are_json_and_degenerate_answers_show():
 
 def test_files_of_both_forms_with_keys_of_their_own(tmp_path):
     validation = [row(9), row(10) | {"instruction": "", "input": "10="}]
-    files = {"train_file": write(tmp_path / "a.json", [row(n, source="mine") for n in range(2, 9)])}
-    task = Math(**files, validation_file=write(tmp_path / "b.jsonl", validation, lines=True))
+    (tmp_path / "a.json").write_text(json.dumps([row(n, source="mine") for n in range(2, 9)]), encoding="utf-8")
+    files = {"train_file": str(tmp_path / "a.json")}
+    task = Math(**files, validation_file=jsonl(tmp_path / "b.jsonl", validation))
     assert [example.number for example in task.dataset("train")] == list(range(2, 9))
     assert [example.number for example in task.dataset("validation")] == [9, 10]
     assert task.messages(task.dataset("validation")[1])[1]["content"] == "10="
 
 
 def test_a_number_in_both_files_is_refused_by_name(tmp_path):
-    train = write(tmp_path / "train.json", [row(n) for n in (2, 3, 4, 3)])
-    validation = write(tmp_path / "validation.json", [row(n) for n in (3, 4, 9)])
-    (line,) = complaint(lambda: Math(train_file=train, validation_file=validation).dataset("train"))
+    train = jsonl(tmp_path / "train.json", [row(n) for n in (2, 3, 4, 3)])
+    validation = jsonl(tmp_path / "validation.json", [row(n) for n in (3, 4, 9)])
+    (line,) = complaint(train_file=train, validation_file=validation)
     assert all(words in line for words in ("2 numbers", "(3, 4)", train, validation))
 
 
 def test_built_in_training_leaves_out_the_validation_files_numbers(tmp_path):
-    task = Math(validation_file=write(tmp_path / "v.json", [row(5), row(7)]), max_number=20, train_examples=18)
+    task = Math(validation_file=jsonl(tmp_path / "v.json", [row(5), row(7)]), max_number=20, train_examples=18)
     assert {example.number for example in task.dataset("train")} == set(range(1, 21)) - {5, 7}
-    everything = write(tmp_path / "all.json", [row(n) for n in range(1, 11)])
-    (line,) = complaint(lambda: Math(validation_file=everything, max_number=10).dataset("train"))
+    everything = jsonl(tmp_path / "all.json", [row(n) for n in range(1, 11)])
+    (line,) = complaint(validation_file=everything, max_number=10)
     assert "--validation-file" in line
 
 
@@ -137,16 +118,15 @@ def test_built_in_training_leaves_out_the_validation_files_numbers(tmp_path):
     [
         ({"instruction": "5="}, ["'output'", "nothing"]),
         ({"instruction": 5, "output": ""}, ["'instruction'", "int"]),
-        (row(5, input=None), ["'input'", "NoneType"]),
         ({**row(5), "instruction": "five="}, ["'instruction'", "'5='"]),
         (row(5, "1 + 4"), ["'output'", "--answer-prefix"]),
         (row(5, f"{PREFIX}1 + 5"), ["'output'", "sum to 5", "'1 + 5'"]),
     ],
 )
 def test_malformed_rows_are_named(tmp_path, bad, words):
-    path = write(tmp_path / "train.jsonl", [row(3), bad, row(4), bad], lines=True)
-    validation = write(tmp_path / "validation.json", [row(9)])
-    (line,) = complaint(lambda: Math(train_file=path, validation_file=validation).dataset("train"))
+    path = jsonl(tmp_path / "train.jsonl", [row(3), bad, row(4), bad])
+    validation = jsonl(tmp_path / "validation.json", [row(9)])
+    (line,) = complaint(train_file=path, validation_file=validation)
     assert line.startswith(f"{path}:2: ")
     assert line.endswith("; line 4 has the same problem")
     assert all(word in line for word in words)
@@ -160,17 +140,8 @@ def test_malformed_rows_are_named(tmp_path, bad, words):
         ({"answer_prefix": "Answer 1"}, ["--answer-prefix"]),
         ({"train_file": "a.json"}, ["--validation-file"]),
         ({"train_file": "a.json", "validation_file": "b.json", "max_number": 50}, ["--max-number", "--train-file"]),
-        ({"train_file": "missing.json", "validation_file": "missing.json"}, ["missing.json", "cannot be read"]),
     ],
 )
 def test_options_that_cannot_be_used_are_one_clear_line(options, words):
-    (line,) = complaint(lambda: Math(**options).dataset("train"))
+    (line,) = complaint(**options)
     assert all(word in line for word in words)
-
-
-def test_a_line_says_which_answers_are_right(tmp_path):
-    files = {"train_file": write(tmp_path / "train.json", [row(5)])}
-    files["validation_file"] = write(tmp_path / "validation.json", [row(7)])
-    for task in (Math(max_number=30, validation_examples=5), Math(**files)):
-        (note,) = task.dataset("validation").notes
-        assert "any two integers with the asked sum are right" in note

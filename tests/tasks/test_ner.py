@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from chats import jsonl
 
 from accel_sft import UserError
 from accel_sft_ner import Ner, scorer
@@ -21,14 +22,9 @@ def ner():
     return Ner(train_sentences=3_000, validation_sentences=100)
 
 
-def write(path, *rows):
-    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
-    return str(path)
-
-
 def from_rows(tmp_path, *rows, validation=(OTHER,), **options):
-    files = write(tmp_path / "train.json", *rows), write(tmp_path / "dev.json", *validation)
-    return Ner(train_file=files[0], validation_file=files[1], **options)
+    files = {"train_file": jsonl(tmp_path / "train.json", rows)}
+    return Ner(**files, validation_file=jsonl(tmp_path / "dev.json", validation), **options)
 
 
 def refusal(tmp_path, *rows, **options):
@@ -39,9 +35,6 @@ def refusal(tmp_path, *rows, **options):
 
 def surfaces(sentences):
     return {surface for sentence in sentences for kind in sentence.label.values() for surface in kind}
-
-
-# The built-in sentences
 
 
 def test_spans_hold_their_surfaces_and_mentions_have_spans(ner):
@@ -79,9 +72,6 @@ def test_a_second_process_makes_the_same_sentences_without_importing_torch():
     assert [line.split()[1] for line in printed] == ["False"]
 
 
-# Rows of files
-
-
 def test_published_rows_are_read_whatever_the_file_is_called(tmp_path):
     task = from_rows(tmp_path, ROW)
     (example,) = task.dataset("train")
@@ -98,8 +88,8 @@ def test_published_rows_are_read_whatever_the_file_is_called(tmp_path):
         ({"text": "a b"}, "label", "the field is missing"),
         ({"text": "a b", "label": []}, "label", "an object {type: {surface: [[first, last], ...]}}, got []"),
         ({"text": "a b", "label": {"name": ["a"]}}, "label.name", "got ['a']"),
-        ({"text": "a b", "label": {"": {"a": [[0, 0]]}}}, "label", "a name for each type"),
         ({"text": "a b", "label": {"name": {"a": []}}}, "label.name.a", "with at least one, got []"),
+        ({"text": "a b", "label": {"": {"a": [[0, 0]]}}}, "label", "a name for each type"),
         ({"text": "a b", "label": {"name": {"a": [[False, 0]]}}}, "label.name.a", "two integers, got [False, 0]"),
         ({"text": "a b", "label": {"name": {"b": [[2, 3]]}}}, "label.name.b", "last < 3 (the text's length)"),
         ({"text": "a b", "label": {"name": {"a": [[0, 1]]}}}, "label.name.a", "'a', got 'a ' at [0, 1]"),
@@ -148,8 +138,6 @@ def test_validation_sentences_that_are_trained_on_are_refused_unless_allowed(tmp
     assert len(from_rows(tmp_path, ROW, validation=[ROW], allow_overlap=True).dataset("validation")) == 1
 
 
-# The scorer
-
 GOLD = {"name": {"Ann": [[0, 2], [8, 10]], "Bo": [[4, 5]]}, "book": {"Ulysses": [[12, 18]]}}
 
 
@@ -185,18 +173,17 @@ def test_an_invented_type_lowers_micro_precision_only():
     scores = metrics((GOLD, json.dumps(GOLD | {"film": {"Bo": [[4, 5]]}})))
     assert scores["precision"] == 3 / 4
     assert scores["macro_precision"] == scores["macro_f1"] == scores["recall"] == 1
+    nothing = metrics(({}, "{}"))
+    assert (nothing["f1"], nothing["unseen_entities"], scorer.aggregate([])) == (0, 0, {})
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "",
         "```json\n" + json.dumps(GOLD) + "\n```",
         '{"name": {"Ann": [[0, NaN]]}}',
         '{"name": {}, "name": {"Bo": [[4]]}}',
         '{"name": {"\\ud800": [[0, 0]]}}',
-        '{"name": {"\ud800": [[0, 0]]}}',
-        '{"a":' * 500 + '{"\\ud800": 0}' + "}" * 500,
         "[" * 100_000,
         '{"name": {"Ann": [[0, ' + "9" * 10_000 + "]]}}",
     ],
@@ -208,14 +195,14 @@ def test_an_answer_that_is_not_valid_json_holds_no_entities(text):
     assert scores["unseen"] == [0, 0, 3]
 
 
-@pytest.mark.parametrize("text", ["[]", "3", '{"name": "Ann"}', '[{"name": {}}]'])
+@pytest.mark.parametrize("text", ["[]", '{"name": "Ann"}'])
 def test_valid_json_of_another_shape_predicts_nothing(text):
     scores = scorer.score(GOLD, text, ())
     assert (scores["valid_json"], scores["valid_shape"]) == (1, 0)
     assert scores["entity"] == {"name": [0, 0, 2], "book": [0, 0, 1]}
 
 
-@pytest.mark.parametrize("spans", ["null", "[]", "[[4]]", "[[true, 5]]", "[[4, 1e999], 7]"])
+@pytest.mark.parametrize("spans", ["null", "[[4]]", "[[true, 5]]"])
 def test_spans_of_another_shape_count_as_entity_not_strictly(spans):
     scores = scorer.score(GOLD, f' {{"name": {{"Bo": {spans}}}, "book": 7}}\n', ())
     assert (scores["valid_json"], scores["valid_shape"]) == (1, 0)
@@ -227,12 +214,6 @@ def test_a_repeated_span_counts_once_and_escapes_are_text():
     scores = scorer.score({"name": {"叶": [[0, 0]]}}, '{"name": {"\\u53f6": [[0, 0], [0, 0]]}}', ())
     assert scores["strict"] == {"name": [1, 0, 0]}
     assert scorer.score({"game": {"😀": [[0, 0]]}}, '{"game": {"\\ud83d\\ude00": [[0, 0]]}}', ())["unseen"] == [1, 0, 0]
-
-
-def test_nothing_to_find_and_nothing_to_score():
-    assert metrics(({}, "{}"))["f1"] == 0
-    assert metrics(({}, "{}"))["unseen_entities"] == 0
-    assert scorer.aggregate([]) == {}
 
 
 def test_gold_scores_one_and_unseen_counts_untrained_surfaces(ner):

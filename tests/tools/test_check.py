@@ -240,7 +240,7 @@ def test_training_refuses_answers_that_would_end_the_turn_themselves(check, site
     assert run.status == 1
     refused = re.findall(r"train example \d+ \((.*?)\): the answer's text ends the turn", run.output)
     assert set(refused) == expected["D209"]
-    assert "2 answers would teach what follows a token that ends the turn as another turn" in run.output
+    assert "2 answers contain an end-of-turn token; the rest would be trained on as another turn" in run.output
 
 
 HOSTILE = '<script>alert("x")</script>'

@@ -1,9 +1,9 @@
-"""Liger's kernels: refused where they cannot run, and where a model's loss or gradients would be others with them."""
+"""Liger's kernels and compiled blocks: used where they compute the same, and refused where they cannot run."""
 
 from __future__ import annotations
 
 import copy
-import importlib.machinery
+import itertools
 import sys
 import types
 
@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from click.testing import CliRunner
 from forwards import rows
-from transformers import AutoModelForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
@@ -20,11 +20,6 @@ from accel_sft.batching.trial import Trial
 from accel_sft.cli.group import cli
 from accel_sft.models import kernels
 from accel_sft.training.checks import use_liger_kernels
-
-
-@pytest.fixture(scope="module")
-def model(tiny):
-    return AutoModelForCausalLM.from_pretrained(tiny)
 
 
 def norm(self, hidden):
@@ -45,9 +40,8 @@ def package(monkeypatch):
     """A liger-kernel whose one kernel, of RMSNorm, is the function given; it knows Qwen2 alone, as `tiny` is one."""
 
     def install(kernel):
-        def put_in(model, *, cross_entropy, fused_linear_cross_entropy):
-            assert not cross_entropy
-            assert not fused_linear_cross_entropy
+        def put_in(model, **losses):
+            assert losses == {"cross_entropy": False, "fused_linear_cross_entropy": False}
             if kernel is None:
                 raise TypeError("Unsupported Qwen2 model type")
             for name, module in model.named_modules():
@@ -55,14 +49,8 @@ def package(monkeypatch):
                     kernel.__module__ = "liger_kernel.transformers.rms_norm"
                     module.forward = types.MethodType(kernel, module)
 
-        patch = types.ModuleType("liger_kernel.transformers.monkey_patch")
-        patch.MODEL_TYPE_TO_APPLY_LIGER_FN, patch._apply_liger_kernel_to_instance = {"qwen2": put_in}, put_in
-        above = types.ModuleType("liger_kernel.transformers")
-        above.monkey_patch = patch
-        for name, module in {"liger_kernel": types.ModuleType("liger_kernel"), above.__name__: above}.items():
-            module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-            monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.setattr(kernels, "device_count", lambda: 1)
+        functions = {"MODEL_TYPE_TO_APPLY_LIGER_FN": {"qwen2": put_in}, "_apply_liger_kernel_to_instance": put_in}
+        monkeypatch.setattr(kernels, "liger", lambda: types.SimpleNamespace(**functions))
 
     return install
 
@@ -111,3 +99,28 @@ def test_family_without_fitting_kernels_is_refused(model, package):
     other.config.model_type = "bloom"
     with pytest.raises(UserError, match="no kernels for models of type bloom; leave it out"):
         use_liger_kernels(trial(other))
+
+
+def test_training_runs_compiled_after_more_variants_than_torchs_own_limit(monkeypatch):
+    """The checks before the first step make forwards with and without gradients, dropout and masks."""
+    compile_one = torch.nn.Module.compile  # no code is generated for the graphs, as their guards alone are at stake
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **options: compile_one(self, backend="eager", **options)
+    )
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model, ids = LlamaForCausalLM(LlamaConfig(vocab_size=64, attention_dropout=0.1, **shape)), torch.arange(12)
+    masks = [None, torch.ones(2, 6), torch.ones(2, 1, 6, 6).bool().tril(), torch.zeros(2, 1, 6, 6)]
+    dynamo = torch._dynamo.config
+    torch._dynamo.reset()
+    with dynamo.patch(recompile_limit=dynamo.recompile_limit, fail_on_recompile_limit_hit=True):
+        kernels.compile_blocks(model)
+        for training, gradients, mask in itertools.product((True, False), (True, False), masks):
+            model.train(training)
+            with torch.set_grad_enabled(gradients):
+                model(input_ids=ids.view(2, 6), attention_mask=mask, use_cache=False)
+    torch._dynamo.reset()
+
+
+def test_a_model_that_names_no_repeated_blocks_is_not_compiled():
+    with pytest.raises(UserError, match=r"--compile: the model does not name its repeated blocks"):
+        kernels.compile_blocks(torch.nn.Linear(2, 2))
