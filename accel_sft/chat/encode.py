@@ -127,7 +127,7 @@ class _Encoder:
         if not text.strip() or not ids:
             return []
         end = [self.tokens.tokenizer.eos_token_id]
-        if not self.rendering.control.as_text:  # the text may contain the tokens of its begin and of its end
+        if not self.rendering.control.as_text:  # the text itself may begin with bos and end with eos
             begin = [] if ids[: len(begin)] == begin else begin
             last = self.rendering.text_ids(text.rstrip())
             if last[-1:] and last[-1] in self.rules.eos_ids:

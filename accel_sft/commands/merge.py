@@ -103,7 +103,7 @@ def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code
 
 
 def _find_converter(named: str | None) -> str:
-    """The converter's path: the one that is named, or the one on PATH."""
+    """The path of llama.cpp's converter: `named` or in the folder `named`, or without it, the one on PATH."""
     if named:
         path = Path(named, _CONVERTER) if Path(named).is_dir() else Path(named)
         if path.is_file():
@@ -116,7 +116,7 @@ def _find_converter(named: str | None) -> str:
 
 @contextlib.contextmanager
 def _beside(target: Path) -> Iterator[Path]:
-    """Make a temporary folder beside the GGUF file to be written; raise UserError if it exists or cannot be written."""
+    """Make a temporary folder beside `target`, the GGUF file to write. UserError if it exists or cannot be written."""
     if target.exists():
         raise UserError(f"--gguf {target}: is there already; name a new file")
     try:

@@ -36,7 +36,7 @@ KIND = "tokens"
 _KEPT_BESIDE_TOKENS = "left_out", "cut", "raw", "windowed", "control_tokens"
 """Fields of an Encoding that are kept beside its tokens."""
 _COMPARED = 32
-"""Maximum number of examples that every start tokenizes again, to compare the tokens with the cached ones."""
+"""Maximum number of examples that each start or resume tokenizes again, to compare the tokens with the cached ones."""
 _ANNOUNCED = 50_000
 """From this number of examples on, a line announces that they are being tokenized."""
 
@@ -45,7 +45,7 @@ class SplitEncoder:
     """Encodes a task's splits as `encode_parts` does, on all ranks of a machine together, and once for all runs.
 
     The tokens are in a TokenStore, so memory does not grow with the data. Both the constructor and a call are
-    collectives. `processor` gives the model's processor, or raises UserError; called when an example has images.
+    collectives. `processor` is called when an example has images; it returns the model's processor or raises UserError.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SplitEncoder:
 
     def __call__(self, examples: Sequence[Any], split: str) -> StoredEncoding:
         """Return a split's tokens from the cache, or make them now and cache them. Every rank raises the error of the
-        lowest example. Examples may not differ between ranks, nor between two calls of the task's methods."""
+        first bad example. Examples may not differ between ranks, nor between two calls of the task's methods."""
         team = self.team
         keys = team.all(lambda: self.key(examples, split))
         if len(set(keys)) > 1:  # datasets draws a fingerprint at random where it can compute none
@@ -139,7 +139,7 @@ class SplitEncoder:
 
     def leniently(self, examples: Sequence[Any], split: str, folder: Path, on_refused: OnRefused) -> Encoding:
         """Encode a split for an audit, in one process and without the cache, and leave out examples that would stop
-        training. If any example is left, the result is a StoredEncoding in `folder`."""
+        training. If any example remains, the result is a StoredEncoding in `folder`."""
         refused = []
 
         def refuse(index: int, error: UserError) -> None:
@@ -234,7 +234,7 @@ def _writes() -> Iterator[None]:
 def decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
     """Return everything that decides tokens, except the examples, as JSON values."""
     own = code_fingerprint(encode_parts)
-    if own is None:  # without it, tokens that an earlier version made would be used
+    if own is None:  # without the fingerprint, tokens of an earlier version would be used
         raise UserError("accel_sft's own files cannot all be read, or are not plain files; install it again")
     cls, template = type(tokenizer), json.dumps(tokenizer.chat_template)
     model_code = None

@@ -64,7 +64,8 @@ def rows_attention(
         return output.flatten(0, 1)[rows.back][None], None
     others = (kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux"))
     if any(args) or kwargs.get("dropout") or any(others) or not usable(query, key, value):
-        raise NotImplementedError("no kernels for such rows after a prefix")  # met before step 1: rows use a cache
+        # raised by a trial before step 1, after which rows use a cache
+        raise NotImplementedError("no kernels for such rows after a prefix")
     return cascade(query, key, value, rows, kwargs.get("scaling")), None
 
 

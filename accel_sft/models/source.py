@@ -148,7 +148,7 @@ def weights_identity(source: Source) -> str | None:
 
 
 def other_base(source: Source) -> list[str]:
-    """A line if the base's weights have changed since this adapter was trained, for example by overwriting."""
+    """A line (in a list) if the base's weights have changed since this adapter was trained; else an empty list."""
     record = RunDir.record_around(source.adapter) if source.adapter else None
     before = record.get("base_weights") if record else None
     now = weights_identity(source) if before else None

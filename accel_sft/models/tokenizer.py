@@ -53,9 +53,9 @@ class GivenTemplate:
     def give(self, tokenizer: Any) -> None:
         """Put the template into a tokenizer.
 
-        Control tokens of the template become special tokens. In another tokenizer's template, these are the tokens that
-        are special there; in a file, those like `<|im_end|>`, and the mark that ends an answer. The token that ends an
-        answer becomes the tokenizer's eos; the former eos becomes the pad token, if there is none.
+        Control tokens of the template become special tokens. If the template is another tokenizer's, these are that
+        tokenizer's special tokens; if it is a file, marks like `<|im_end|>` and the mark that ends an answer. The token
+        that ends an answer becomes the tokenizer's eos. The former eos becomes the pad token if there is none.
         """
         tokenizer.chat_template, their_special = self._read()
         if not tokenizer.chat_template.strip():

@@ -16,7 +16,7 @@ from accel_sft.results.run_report import COSTS
 from accel_sft.results.significance import Measured, needed, paired
 
 _FEWEST, _MOST, _VISITS = 500, 2000, 200_000
-"""Minimum and maximum number of resamples; between them, aggregate() gets about `_VISITS` scores in all resamples."""
+"""Minimum and maximum number of resamples. Within these limits, all resamples together have about `_VISITS` scores."""
 _LONGEST_SECONDS = 60.0
 
 Aggregate = Callable[[Sequence[dict[str, Any]]], Mapping[str, Any]]
@@ -85,13 +85,13 @@ def measured(
         return results, {}
     try:
         numbers, without = _resampled(aggregate, [sample["scores"] for sample in samples], rest)
-    except Exception as error:  # noqa: BLE001 - it may need more different scores than a resample has; the reason is shown
+    except Exception as error:  # noqa: BLE001 - e.g. too few different scores in a resample; the reason is shown
         return results, dict.fromkeys(rest, f"aggregate() fails on resampled examples ({type(error).__name__})")
     return results | {key: Measured(rest[key], examples, None, values) for key, values in numbers.items()}, without
 
 
 def examples_of(samples: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """What `Measured.examples` holds."""
+    """Index and prompt of each example, for `Measured.examples`."""
     return [[sample.get("index"), sample.get("prompt")] for sample in samples]
 
 
@@ -106,8 +106,8 @@ def scores_of(samples: Sequence[Mapping[str, Any]], key: str, value: float) -> l
 def _resampled(
     aggregate: Aggregate, scores: Sequence[dict[str, Any]], values: Mapping[str, float]
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """The metrics on resamples of the examples, and why other metrics have none. The same number of examples always has
-    the same resamples."""
+    """The metrics on resamples of the examples, and why other metrics have none. For the same number of
+    examples, the same resamples are drawn."""
     import numpy as np
 
     once, twice = dict(aggregate(scores)), dict(aggregate([*scores, *scores]))

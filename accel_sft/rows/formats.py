@@ -135,8 +135,9 @@ def _delimited(stream: BinaryIO, name: str, delimiters: str) -> Iterator[Located
 
 
 def _records(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield each record of a table, after its number of lines. Quotes may enclose delimiters and line breaks. But
-    tables with tabs are often written without quoting, so quotes around what looks like several rows are refused."""
+    """Yield the number of lines of each record of a table, with the record. Quotes may enclose delimiters and line
+    breaks. But tables with tabs are often written without quoting, so quotes around what looks like several rows are
+    refused."""
     taken = list[str]()
 
     def recorded() -> Iterator[str]:
@@ -236,7 +237,7 @@ def _as_written(value: Any, type: Any, name: str) -> Any:
         pairs = [(key, _as_written(item, type.item_type, name)) for key, item in value]
         held = dict(pairs)
         return held if len(held) == len(pairs) and all(isinstance(key, str) for key in held) else pairs
-    if isinstance(value, bytes) and name not in _IMAGES and b"\0" not in value:  # some programs write texts so
+    if isinstance(value, bytes) and name not in _IMAGES and b"\0" not in value:  # some programs write texts as bytes
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode()
     return value

@@ -105,7 +105,7 @@ def located(stream: BinaryIO, name: str) -> Iterator[Located]:
         if len(raw) > MAX_ROW_BYTES:
             raise UserError(f"{name}:{line}: a line of more than {MAX_ROW_BYTES >> 20} MiB; give each row its own line")
         text = decoded(raw, name, line, begin)
-        text = text.removeprefix("\ufeff")  # the mark of a file that was joined to another
+        text = text.removeprefix("\ufeff")  # the mark of a file that was appended to another file
         if is_first and text.strip() == "{":
             if stream.readline(MAX_ROW_BYTES).lstrip().startswith(b'"'):
                 problem = ValueError("an object over several lines; write each row on one line: jq -c . FILE > NEW")

@@ -31,7 +31,7 @@ _IN_NAME = {
     for split, words in _WORDS.items()
 }
 """Finds each split in names of files and folders, like `datasets` (data_files.py), but also after "=", or joined with
-"set" or "data". Held-out data is recognized too, which would otherwise be trained on."""
+"set" or "data". Names of held-out data are found too, so that it is not trained on."""
 _CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 """Where a word begins within another, as in TestData."""
 _SHARD = re.compile(r"data/(.+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
@@ -153,7 +153,7 @@ def _configurations(card: Path) -> list[dict[str, Any]]:
 
     try:
         content = yaml.safe_load(head[1])
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):  # `date: 2026-13-45` is one
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):  # ValueError: `date: 2026-13-45`
         return []
     configs = content.get("configs") if isinstance(content, dict) else None
     return [config for config in configs if isinstance(config, dict)] if isinstance(configs, list) else []
@@ -172,8 +172,8 @@ def _splits_by_card(configs: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def _split_by_name(name: str) -> str:
-    """The split of a file by its path in the folder: the split other than train that the file or a folder names, else
-    train. A folder that names train too, such as train_test_split, does not count."""
+    """The split of a file by its path in the folder: train, unless a folder (the innermost counts) or else the file
+    names another split. A folder that names train as well, such as train_test_split, does not count."""
     *folders, file = name.split("/")
     for part in (*reversed(folders), file):
         signs = [split for split, sign in _IN_NAME.items() if sign.search(_CAPITAL.sub("_", part))]

@@ -200,8 +200,8 @@ def _hold(code: str, faults: Sequence[str]) -> None:
 
 
 def observed(task: Task, split: str, most: int) -> list[str]:
-    """A SHA-256 for each of at most `most` examples, evenly spread: of the split's size, messages and target. Hashes
-    must be equal at every call and on every rank."""
+    """For at most `most` examples, evenly spread: a SHA-256 of messages, target and the split's size. These hashes must
+    be equal at every call and on every rank."""
     examples = read_split(task, split)
     step = max(1, math.ceil(len(examples) / most))
     chosen = (examples[index] for index in range(0, len(examples), step))

@@ -21,7 +21,7 @@ _KIND_SHARE, _ONE_SHARE = 0.12, 0.36
 _MOST_REPEATS = 12
 """Maximum number of repetitions of a rare kind."""
 
-# int() refuses numbers with more digits than a limit that may be set as low as 640; no honest answer comes near it.
+# int() refuses numbers with more digits than a limit that may be set as low as 640; no honest answer is nearly as long.
 _INTEGER = r"[+-]?[0-9]{1,600}"
 _ANY_SUM = "any two integers with the asked sum are right; the expected answer is one of them"
 _QUESTION = re.compile(rf"\s*({_INTEGER})\s*=\s*")
@@ -245,7 +245,7 @@ def _random(task: Math, purpose: str) -> random.Random:
 
 
 def _first_addend(number: int, how: str, draw: random.Random) -> int:
-    """The first addend of `number`, which is at least 1; both addends are at least 1 if possible.
+    """The first addend of `number` (at least 1); both addends are at least 1 if possible.
 
     Without carries, every digit of 2 or more is split between both addends, and the first addend has as many digits as
     the number. Digits of the same place are then easy to relate, and hardly any addend is small or 0.

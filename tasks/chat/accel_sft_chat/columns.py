@@ -162,7 +162,7 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
 
 
 def _unwrapped(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The row with messages, taken out of what wraps them: OpenAI's batch requests, or xLAM's queries with calls."""
+    """The row with its `messages`: taken out of OpenAI's batch requests, or made from xLAM's queries and calls."""
     body = row.get("body")
     if isinstance(body, dict) and "messages" in body and "messages" not in row:
         return {**{key: value for key, value in row.items() if key != "body"}, **body}
@@ -194,7 +194,7 @@ def _recognised(
 
 
 def _unknown(row: Mapping[str, Any], named: Iterable[str], *, has_form: bool) -> RowProblem:
-    """The problem of a row without a form. `has_form`: its columns have a form, but no value."""
+    """The problem of a row without a form. `has_form`: its columns have a known form, but no value."""
     there = ", ".join(key[:80] + " (null)" * (row[key] is None) for key in list(row)[:_SHOWN]) or "none"
     if absent := [name for name in named if name not in row]:
         return RowRefused(None, f"a column {' and '.join(absent)}, which --columns names, got {there}")
@@ -301,7 +301,7 @@ def _turns_of_pairs(value: Any) -> list[Turn]:
 def _messages_in(value: Any) -> list[Any] | None:
     """The messages in a list, in one message, or in JSON of a list, as in a CSV cell; None if `value` is a text.
 
-    A list, or JSON of a list, may also be a text: data that the model is to read or to answer with.
+    A list of other things (or JSON of one) is a text: data that the model is to read or to answer with.
     """
     if isinstance(value, str):
         parsed = None

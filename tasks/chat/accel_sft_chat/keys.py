@@ -52,7 +52,7 @@ def refused_in(row: Mapping[str, Any]) -> dict[str, str]:
     refused = {**VIDEOS, **_MASKS, **_SWITCHES, **dict.fromkeys(("rejected_response", "rejected_messages"), _SECOND)}
     refused |= {name: _JUDGED for name in ("label", "kto_tag") if isinstance(_in_cell(row.get(name)), bool)}
     for name in _ROW_MARKS:
-        value = _in_cell(row.get(name))  # 1 or true does not change what is learnt, unless it masks
+        value = _in_cell(row.get(name))  # 1 or true changes nothing, unless the column is a mask
         if isinstance(value, (int, float, list)) and (value != 1 or (name == "mask" and value is True)):
             refused[name] = f"{_MARK}; no mark of a row is read"
     if row.get("rejected") is not None and row.get("chosen") is not None:
