@@ -182,7 +182,7 @@ class TrainConfig:
         return lines + adapter_conflicts(self)
 
     def resolved(self, defaults: dict[str, Any]) -> Self:
-        """Return a copy with the model's value (`defaults`) or the usual value for each None, if there is one."""
+        """Return a copy in which each None is replaced by the model's value (`defaults`) or the usual one, if any."""
         values = {**_USUAL, **defaults}
         if self.adapter != "none":
             values = {**values, "learning_rate": max(values["learning_rate"], _ADAPTER_LEARNING_RATE)}

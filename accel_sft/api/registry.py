@@ -1,4 +1,4 @@
-"""Finds tasks by the entry point group `accel_sft.tasks`, and loads them by name; a broken task breaks no other."""
+"""Finds tasks by the entry point group `accel_sft.tasks`, and loads them by name; a broken task breaks only itself."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from accel_sft.api.task_file import load_file, task_file
 
 GROUP = "accel_sft.tasks"
 SHIPPED = {"chat": "accel-sft-chat", "math": "accel-sft-math", "ner": "accel-sft-ner"}
-"""Task names, each reserved for a distribution of this project."""
+"""Reserved task names, each with the distribution of this project that alone may use it."""
 RESERVED = frozenset(
     {"check", "compare", "completion", "doctor", "evaluate", "export-data", "generate", "how-much", "launch-file"}
     | {"merge", "new-task", "parity", "plan", "push", "rehearse", "report", "serve", "tasks", "verify"}

@@ -187,7 +187,7 @@ def _row_sets(examples: Sequence[Encoded]) -> list[list[Encoded]]:
 
 
 def _dropout(trial: Trial, plain: Batching) -> str | None:
-    """The module or setting with dropout; a phrase if only the forward's randomness reveals it; or None."""
+    """The module or setting with dropout, or a phrase if only random losses reveal it; None without dropout."""
     trial.model.train()
     batch = trial.batch(plain, enough(trial.examples))
     is_random = any_rank(not _farthest(nll(trial.model, batch), nll(trial.model, batch)) <= _rounding(trial))

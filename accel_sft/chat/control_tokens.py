@@ -117,7 +117,7 @@ class ControlTokens:
 
     @functools.cached_property
     def begin(self) -> list[int]:
-        """What the tokenizer puts before a text by itself: its bos, or nothing."""
+        """Tokens that the tokenizer itself puts before a text: its bos, or nothing."""
         with_begin, (plain,) = self.tokenizer("a")["input_ids"], self.ids(["a"])
         at = next((at for at in range(len(with_begin)) if with_begin[at : at + len(plain)] == plain), 0)
         return list(with_begin[:at])

@@ -28,7 +28,7 @@ _GIVEN = {
     *("messages", "conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"),
     *("continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
 }
-"""What the trainer itself gives the chat template, or the method that renders it."""
+"""Names that the trainer itself passes to the chat template, or to the method that renders it."""
 
 
 class Conversation(NamedTuple):

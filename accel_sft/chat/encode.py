@@ -19,7 +19,7 @@ from accel_sft.chat.rendering import Rendered, Rendering
 from accel_sft.chat.template import Rejected
 
 _PART_EXAMPLES, _PART_CHARACTERS = 512, 1 << 18
-"""This many examples, or characters, are tokenized together, so that memory does not grow with the data."""
+"""Examples are tokenized in parts of about this many examples or characters, so that memory does not grow."""
 _EDGE = 32
 """Pixels of a blank image's edges. Processors enlarge it if it is too small for them."""
 Part = list[tuple[int, Conversation]]

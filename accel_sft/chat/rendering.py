@@ -94,7 +94,7 @@ class Rendering:
 
     @property
     def begin(self) -> list[int]:
-        """What the tokenizer puts before a text by itself: its bos, or nothing."""
+        """Tokens that the tokenizer itself puts before a text: its bos, or nothing."""
         return self.control.begin
 
     def text_ids(self, text: str) -> list[int]:

@@ -45,7 +45,7 @@ from accel_sft.training.prepare import Assembly
 
 
 def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
-    """Score `--model`, and `--base` if given, on any launch; or score the server at `--url`. Print the scores side by
+    """Score `--model`, and `--base` if given, in any launch; or score the server at `--url`. Print the scores side by
     side, and write `--output-dir`."""
     if config.url:
         return _served(task_name, task, config)

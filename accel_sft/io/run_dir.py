@@ -187,7 +187,7 @@ def _record_in(card: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, LookupError, AttributeError, RecursionError, yaml.YAMLError):  # anyone's README
         return None
     record = content.get("accel_sft") if isinstance(content, dict) else None
-    return {**record, "in_card": True} if _is_record(record) else None  # it names no data
+    return {**record, "in_card": True} if _is_record(record) else None  # a card's record names no data
 
 
 def absent_weights(name: str, flag: str) -> list[str]:

@@ -85,10 +85,10 @@ class PrefixCache(DynamicCache):
         super().__init__(config=config)
         self.layers: list[Any] = self.layers
         self.read: list[Any] | None = [None] * len(self.layers)
-        """What each layer has cached of the prefix; None once the prefix is read."""
+        """Each layer's cache of the prefix; None once rows continue from it."""
 
     def behind(self, rows: int) -> "PrefixCache":
-        """The cache from which `rows` rows continue, once the prefix is read."""
+        """After the prefix is read: the cache from which `rows` rows continue."""
         assert self.read is not None
         behind = copy.copy(self)
         behind.layers = [_copy(layer or empty) for layer, empty in zip(self.read, self.layers, strict=True)]

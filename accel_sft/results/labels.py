@@ -55,7 +55,7 @@ def weakest_label(result: Mapping[str, Any]) -> str:
 
 
 def label_tables(labels: Any) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, header and rows of the scores by label, and of the confusion table; [] if `labels` has another form."""
+    """Title, header and rows of the scores by label, and of the confusion table; [] if `labels` is malformed."""
     try:
         means = {share: fmean(row[share] for row in labels.values()) for share in _SHARES}
         counted = [(one_line(label), f"{row['examples']:,}", row) for label, row in labels.items()]

@@ -29,9 +29,9 @@ def add_intervals(
     after: Sequence[dict[str, Any]],
     run_dir: RunDir | None,
 ) -> None:
-    """Add `intervals`, and the scores of labels, to a result; `before` and `after` are its answers. Without answers,
-    nothing is added. If the main metric is not a mean of scores, its resamples are written into `run_dir`, so that
-    `read_measured` can test it without the task's aggregate()."""
+    """Add `intervals`, and the scores of labels, to a result; `before` and `after` are its evaluations' answers.
+    Without answers, nothing is added. If the main metric is not a mean of scores, its resamples are written into
+    `run_dir`, so that `read_measured` can test it without the task's aggregate()."""
     if not after:
         return
     intervals: dict[str, Any] = {"examples": len(after), "higher_is_better": task.higher_is_better}
@@ -63,7 +63,7 @@ def read_measured(run_dir: RunDir, result: Mapping[str, Any]) -> Measured | None
         samples, unreadable = read_json_lines(path)
         stored = mapping(read_json(run_dir.resamples)) if run_dir.resamples.exists() else {}
     except (OSError, UserError):
-        return None  # a report's section of answers names the file
+        return None  # the report's section of answers names the damaged file
     if not unreadable and (scores := scores_of(samples, main, value)) is not None:
         return Measured(value, examples_of(samples), scores)
     resamples: Any = stored.get("resamples")
@@ -96,7 +96,7 @@ def examples_of(samples: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def scores_of(samples: Sequence[Mapping[str, Any]], key: str, value: float) -> list[float] | None:
-    """Each example's score `key`, if they are numbers and `value` is their mean; else None."""
+    """The examples' scores `key` if all are numbers with the mean `value`; else None."""
     scores: list[Any] = [mapping(sample.get("scores")).get(key) for sample in samples]
     if not scores or not all(isinstance(score, bool) or is_number(score) for score in scores):
         return None

@@ -259,7 +259,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _document(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """Yield a text file as one row, {"text": ...}; one that contains rows of JSON is read as JSON."""
+    """Yield a text file as one row, {"text": ...}; a file that contains rows of JSON is read as JSON."""
     stream.seek(0)
     content = stream.read(MAX_ROW_BYTES + 1)
     if _ROWS_OF_JSON.match(content):

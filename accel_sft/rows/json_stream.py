@@ -209,7 +209,7 @@ def _problems_in(value: Any, depth: int = 0) -> Iterator[ValueError]:
 
 
 def _array(text: str, end: str) -> Iterator[Located]:
-    """The elements of the array in `text`, numbered from 1, then a syntax error if there is one; `end` follows it."""
+    """The elements of the array in `text`, numbered from 1, then a syntax error, if any; `end` must follow it."""
     number, at, mark = 0, text.index("["), "["
     while mark != "]":
         at = _behind_blanks(text, at + 1)

@@ -35,7 +35,7 @@ _IN_NAME = {
 _CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 """Where a word begins within another, as in TestData."""
 _SHARD = re.compile(r"data/(.+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
-"""Names of the files of a hub data set. Its splits may have any names, and no other files hold rows."""
+"""Names of data files as hub data sets have them. If a folder has such files, no other file has rows of a split."""
 
 _SPLIT = r"[\w.-]+(\[[\d%:-]+\])?"
 _NAME = re.compile(

@@ -243,7 +243,7 @@ def _system(row: Mapping[str, Any], column: str, remarks: Remarks) -> str:
 
 
 def _rows_in(*columns: Any) -> int:
-    """The number of rows in a row whose columns are lists of equally many texts; 0 for any other row."""
+    """How many rows a row holds, if each of its columns is a list of the same number of texts; 0 for any other row."""
     if not all(isinstance(column, list) and all(isinstance(text, str) for text in column) for column in columns):
         return 0
     return len(columns[0]) if len(set(map(len, columns))) == 1 else 0
