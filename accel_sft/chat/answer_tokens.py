@@ -29,7 +29,7 @@ class AnswerTokens:
         self._special = [token.content for token in added if token.special and not (token.lstrip or token.single_word)]
 
     def of_texts(self, texts: Sequence[Rendered], counts: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-        """Return, for each text, the tokens of its prompt, and those of the prompt with what is learnt after it. The
+        """Return, for each text, the tokens of its prompt, and the tokens of prompt and answer together. The
         texts are in the order of their chats; `counts` has each chat's number of texts.
 
         The texts of a chat begin alike, so they are cut before each special token, and equal pieces are tokenized once.

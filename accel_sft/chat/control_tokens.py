@@ -42,8 +42,8 @@ class ControlTokens:
     """Guards texts against being read as control tokens, and tokenizes what a template made of guarded texts.
 
     A guarded text has GUARD between the characters of each control token, and goes through the template like that. In
-    the rendering, control tokens without a guard are therefore the template's own. They are respelled, with OWN around
-    them, guards are removed, and the result is tokenized by a copy of the tokenizer that knows only that spelling.
+    the rendering, control tokens without a guard are therefore the template's own. These get OWN around them, guards
+    are removed, and a copy of the tokenizer that knows only the spelling with OWN tokenizes the result.
 
     Attributes:
         as_text: whether texts are guarded: only if requested, and if the tokenizer is fast (of the library tokenizers).

@@ -25,7 +25,7 @@ _EDGE = 32
 Part = list[tuple[int, Conversation]]
 """Examples of a split: the index and the conversation of each."""
 Answer = tuple[Conversation, Rendered, tuple[list[int], list[int]]]
-"""An answer: the conversation that ends with it, its texts, and the tokens of its prompt and of prompt and answer."""
+"""An answer: the conversation that ends with it, its texts, its prompt's tokens, and those of prompt and answer."""
 OnRefused = Callable[[int, UserError], None]
 """Takes the index of an example that cannot be encoded, and the reason."""
 

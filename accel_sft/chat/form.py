@@ -48,7 +48,7 @@ class Form:
         thinking_as: how a target's thinking gets into the text: through the template, in the "content" or in a "field"
             of its own; or "written" after the prompt by Rendering.
         thinking_marks: the texts before the thinking, and between the thinking and the answer.
-        own_system: the beginning of the system prompt that the template writes where no turn is the system's.
+        own_system: the beginning of the system prompt that the template writes if no turn has the role system.
     """
 
     folds_system: bool = False

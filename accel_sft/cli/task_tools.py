@@ -1,4 +1,4 @@
-"""A table of the commands that take a task: which options each takes, which ones its help lists, and what it runs."""
+"""A table of the commands that take a task, with each command's options, those in its help, and what it runs."""
 
 from __future__ import annotations
 

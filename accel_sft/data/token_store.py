@@ -21,8 +21,8 @@ ROWS, IDS, EARLIER = FILES = "rows", "ids", "earlier"
 """The files of a store, in one folder. `rows` has a `_ROW` for each row, `ids` all token ids, and `earlier` the begin
 and end of each answer before a row's last answer. Each file has the numbers of all rows, row after row."""
 _ROW = np.dtype([*((name, "<i4") for name in ("index", "prompt", "tokens", "earlier", "images")), ("digest", "<i4", 4)])
-"""A row's fields: its example's index, its prompt's length, its numbers of tokens, of entries in `earlier` and of
-images, and its images' digest (zeros without images)."""
+"""A row's fields: the index of its example, the length of its prompt, how many tokens, `earlier` entries and images it
+has, and the digest of its images (zeros without images)."""
 _CHUNK_TOKENS = 1 << 21
 """Number of tokens that `columns` reads at a time."""
 

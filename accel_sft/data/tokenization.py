@@ -113,8 +113,8 @@ class SplitEncoder:
         return encoding
 
     def key(self, examples: Sequence[Any], split: str, *, read: bool = False) -> str:
-        """The entry's name in the cache, a hash. If the fingerprints of the sequence and of the task's code are known,
-        it is a hash of these; otherwise, or with `read`, it is a hash of every message and target."""
+        """The entry's name in the cache: if the fingerprints of the sequence and of the task's code are known, a hash
+        of these; otherwise, or with `read`, a hash of every message and target."""
         of_datasets = type(examples).__module__.partition(".")[0] == "datasets"
         fingerprint = getattr(examples, "_fingerprint" if of_datasets else "fingerprint", None)
         code = code_fingerprint(self.task) if fingerprint and isinstance(fingerprint, str) and not read else None

@@ -151,8 +151,8 @@ def new_adapter(
     *,
     new_tokens: Sequence[int] = (),
 ) -> Any:
-    """The model with a new adapter of the type that `--adapter` names, which trains the embedding and head rows of
-    `new_tokens`, too."""
+    """The model with a new adapter, of the type that `--adapter` names. The adapter also trains the embedding and head
+    rows of `new_tokens`."""
     from peft import TaskType, get_peft_model
 
     names, saved = names_of(settings.lora_target_modules), names_of(settings.lora_modules_to_save)

@@ -168,7 +168,7 @@ def _doubled(columns: list[str]) -> str:
 
 
 def _columns(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """The rows of a Parquet file, of an Arrow file (Feather), or of a stream of Arrow's as `datasets` saves them."""
+    """The rows of a Parquet file, of an Arrow file (Feather), or of an Arrow stream, which `datasets` saves."""
     import pyarrow
     from pyarrow import ipc, parquet
 
@@ -208,8 +208,8 @@ def arrow_rows(tables: Iterable[Any], name: str) -> Iterator[Located]:
 
 
 def _labelled(value: Any, feature: Any) -> Any:
-    """A value with the names of its classes in place of their numbers, if `datasets` describes it as a ClassLabel or a
-    list of them; null for -1, which is no class."""
+    """A value with class names in place of class numbers, if `datasets` describes it as a ClassLabel or a list of
+    ClassLabels; null for -1, which is no class."""
     if not isinstance(feature, dict):
         return value
     if isinstance(value, list):

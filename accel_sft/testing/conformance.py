@@ -46,8 +46,8 @@ class TaskConformance:
         task: the task, with the options that its data needs.
         examples: at most this many examples of each split are checked, evenly spread; all are checked for leaks.
         leaks_allowed: a reason why prompts of validation may be in training; empty: they may not.
-        best: the main metric of right answers; None: if it lies between 0 and 1, it must be 1 (or 0, if lower is
-            better), and otherwise better than that of garbage.
+        best: what the main metric of right answers must be. None: 1 (or 0, if lower is better) if that metric lies
+            between 0 and 1, else any number that is better than garbage's.
     """
 
     __test__ = False  # pytest is to run subclasses only; see __init_subclass__

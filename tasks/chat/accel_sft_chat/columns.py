@@ -1,6 +1,6 @@
 """Recognises a row's published form by its columns: chat messages, prompt and completion, Alpaca's, or raw text.
 
-keys.py decides which of the columns that a form does not read are refused, and which are reported.
+Columns that the form does not read are refused or reported: keys.py decides which.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _text(row: Mapping[str, Any], column: str, remarks: Remarks, *, needed: bool
 
 
 def _system(row: Mapping[str, Any], column: str, remarks: Remarks) -> str:
-    """The system prompt of a column: a text, a message or, as Anthropic has it, a part; or a list of them."""
+    """The system prompt in a column: a text, a message, a part (Anthropic's form), or a list of such values."""
     value = row.get(column)
     if not value:
         return ""

@@ -1,4 +1,4 @@
-"""Decides for each level of a row which of its keys are refused by name, and which are reported as not read.
+"""Decides, at each level of a row, which keys are refused by name, and which are reported as not read.
 
 A reader of a level says which keys it reads. Any other key with a value is refused if it would change what is learnt in
 a way that the trainer does not know. Otherwise it is reported: "not read: source (200 rows)".
@@ -89,8 +89,8 @@ class Remarks:
     """Remarks on a row, for the user.
 
     Attributes:
-        notes: what was done to it.
-        unread: the names of its keys that are not read, each with the levels above it, as in `messages[].id`.
+        notes: what was done to the row.
+        unread: the names of the row's keys that are not read, each with the levels above it, as in `messages[].id`.
     """
 
     notes: dict[str, None] = dataclasses.field(default_factory=dict)
