@@ -150,7 +150,7 @@ class Causal(Padded):
 
 
 class Cached(Causal):
-    """Padded rows that continue from a cache of the forward's prefix. Layers of any kind may be able to do this."""
+    """Padded rows that continue from a cache of the forward's prefix, in attention layers and stateful layers alike."""
 
     attention, behind_cache = "cache", True
     cpu_tokens = (512, *Layout.cpu_tokens)

@@ -207,7 +207,7 @@ class Forms:
             texts = (turn["content"].strip() for turn in turns if "tool_calls" not in turn)
             # templates often drop the text of turns with calls
             complete = ANSWER in full_text and all(text in prompt for text in texts)
-            if complete and not (form.parts and re.search(r"'text'|\"text\"", full_text)):  # the list was printed
+            if complete and not (form.parts and re.search(r"'text'|\"text\"", full_text)):  # the list as text
                 return accepted[-1]
         if not accepted:
             raise refused[0]

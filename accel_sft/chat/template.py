@@ -50,7 +50,7 @@ class ChatTemplate:
         try:
             if control.tokenizer.chat_template is not None:
                 self.source = dated(control.tokenizer.get_chat_template(), day)
-                self._of_tools = dated(control.tokenizer.get_chat_template(tools=[]), day)  # may be one named tool_use
+                self._of_tools = dated(control.tokenizer.get_chat_template(tools=[]), day)  # may be named tool_use
         except ValueError as error:  # the tokenizer has several named templates and no default
             raise UserError(f"the model's chat template cannot be chosen: {one_line(str(error))}") from error
         self.concatenates = not self.source

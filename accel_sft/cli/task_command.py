@@ -200,7 +200,7 @@ class TaskCommand(click.Command):
             names = {s.flag: getattr(task, s.name) for s in self.task_settings if s.rows}
             problems = [line for flag, name in names.items() if name for line in absent_rows(name, flag)]
             models = {"--model": config.model, "--base": getattr(config, "base", None)}
-            models = {} if getattr(config, "url", None) else models  # --model is then a server's name
+            models = {} if getattr(config, "url", None) else models  # --model then names a server's model
             problems += [line for flag, name in models.items() if name for line in absent_weights(name, flag)]
         if problems:
             raise UserError(*dict.fromkeys(problems))

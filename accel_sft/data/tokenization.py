@@ -67,7 +67,7 @@ class SplitEncoder:
         first bad example. Examples may not differ between ranks, nor between two calls of the task's methods."""
         team = self.team
         keys = team.all(lambda: self.key(examples, split))
-        if len(set(keys)) > 1:  # datasets draws a fingerprint at random where it can compute none
+        if len(set(keys)) > 1:  # `datasets` draws a random fingerprint if it cannot compute one
             keys = team.all(lambda: self.key(examples, split, read=True))
         if len(set(keys)) > 1:
             raise UserError(
@@ -246,7 +246,7 @@ def decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
         [cls.__qualname__, model_code, _vocabulary(tokenizer), tokenizer.eos_token_id],
         [template, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}],
         getattr(tokenizer, "split_special_tokens", None),
-        (rules.day or datetime.date.today().isoformat()) if "strftime_now" in template else None,  # as in Llama's
+        (rules.day or datetime.date.today().isoformat()) if "strftime_now" in template else None,  # e.g. Llama's
         [sorted(rules.eos_ids), rules.max_length, rules.truncation, rules.thinking, rules.control_tokens],
     ]
 

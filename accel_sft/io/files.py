@@ -78,7 +78,7 @@ def _sync_all(folder: Path) -> None:
 def new_folder(name: str, what: str) -> Iterator[Path]:
     """Make a folder to fill: it becomes `name` when the block ends, and is removed if the block raises. Errors name
     `what`, the argument or option."""
-    # not at the top: Windows has no locks, and is refused in a line once this module is imported
+    # not at the top: on Windows, which lacks locks, this module must load, so that a line can refuse Windows
     from accel_sft.io.lock import is_locked, lock
 
     target = Path(os.path.realpath(expanded(name, what)))  # if `name` is a link, it stays, and its target is filled

@@ -185,7 +185,7 @@ def _reach(name: str) -> None:
         return
     try:
         get_session().head(constants.ENDPOINT, timeout=10)
-    except Exception as error:  # an error of the HTTP library; huggingface_hub has used three
+    except Exception as error:  # the HTTP library's error; huggingface_hub has used three libraries
         raise OSError(f"couldn't connect to '{constants.ENDPOINT}' ({first_line(error)})") from error
 
 

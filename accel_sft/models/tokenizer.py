@@ -118,7 +118,7 @@ class GivenTemplate:
         except UserError as error:
             cause = first_line(error).removeprefix(f"--model {name}: ")
             raise self._unusable(f"neither {CHATML} nor a file, and as a model: {cause}") from error
-        if isinstance(template, dict):  # several, by name
+        if isinstance(template, dict):  # several templates, by name
             template = template.get("default")
         if template is None:
             raise self._unusable("this model's tokenizer has no chat template; name another")

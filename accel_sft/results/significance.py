@@ -1,4 +1,4 @@
-"""Distinguishes better metrics from noise: intervals over examples, and paired tests of answers to the same examples.
+"""Distinguishes better metrics from noise by 95% intervals over examples, and by paired tests on the same examples.
 
 numpy and scipy are imported inside the functions: only reports need them, and they take half a second to load.
 """

@@ -183,7 +183,7 @@ class Math(Task):
         while len(rows) < self.train_examples:
             draw.shuffle(numbers)
             rows += [self._example(number, draw) for number in numbers[: self.train_examples - len(rows)]]
-            numbers = _with_rare_ones_often(numbers) if len(rows) == len(numbers) else numbers  # at first, each once
+            numbers = _with_rare_ones_often(numbers) if len(rows) == len(numbers) else numbers  # after each number once
         return rows
 
     def _read_unseen(self, held_out: frozenset[int]) -> Sequence[Example]:
