@@ -1,4 +1,4 @@
-"""The base class of tasks (examples, prompts, answers and scores), and the check of task classes. Needs no library."""
+"""The base class of tasks (examples, prompts, answers and scores), and the check of task classes. No dependencies."""
 
 import abc
 import dataclasses

@@ -210,7 +210,8 @@ def _farthest(first: torch.Tensor, again: torch.Tensor) -> float:
 
 
 def _differs(trial: Trial, batching: Batching, alone: float, rows: Sequence[Encoded]) -> str | None:
-    """Why a few rows cannot be computed in this batching, or how far their loss is from the single rows', `alone`."""
+    """Why a few rows cannot be computed in this batching, or how far their loss is from `alone`, the single rows';
+    None if the losses agree."""
     batch = dataclasses.replace(trial.batch(batching, rows), most_logits=FEWEST_LOGITS)
     try:
         together = nll(trial.model, batch)

@@ -135,8 +135,8 @@ class ControlTokens:
 
     @functools.cached_property
     def _copied(self) -> tuple[Any, dict[int, int]]:
-        """A copy of the tokenizer that spells special tokens with OWN around them; and their real ids by the copy's
-        ids."""
+        """A copy of the tokenizer that spells special tokens with OWN around them, and these tokens' real ids by
+        their ids in the copy."""
         copied = copy.deepcopy(self.tokenizer.backend_tokenizer)
         copied.no_truncation()
         copied.no_padding()

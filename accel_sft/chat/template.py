@@ -125,6 +125,6 @@ def dated(template: str, day: str | None) -> str:
 
 
 def _has_python_arguments(turns: Turns, text: str) -> bool:
-    """Whether a template wrote a call's arguments, an object, as Python's repr; it may expect JSON text instead."""
+    """Whether a template wrote a call's arguments, an object, as Python's repr; the template may expect JSON text."""
     every = (call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ()))
     return any(str(arguments) in text and str(arguments) != json.dumps(arguments) for arguments in every)

@@ -60,7 +60,7 @@ def put_in_place(partial: Path, target: Path) -> None:
 
 
 def remove(folder: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a folder, or a file in its place. Remove only the link if a user linked the folder to another disk."""
+    """Remove a folder, or a file that has its name. Remove only the link if a user linked the folder elsewhere."""
     if folder.is_symlink() or folder.is_file():
         folder.unlink()
     else:

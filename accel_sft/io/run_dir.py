@@ -155,7 +155,7 @@ class RunDir:
         return self.result
 
     def write_ended(self, status: str, error: str) -> None:
-        """Record why a running run ended. A finished run's result stays, and so does the first of several causes.
+        """Record why an unfinished run ended. A finished run's result stays, and so does the first of several causes.
         Errors of writing, such as a full disk's, are suppressed: they must not hide the cause."""
         if self.read_status() == "running":
             with contextlib.suppress(OSError):
@@ -179,7 +179,7 @@ def _is_record(record: Any) -> TypeGuard[dict[str, Any]]:
 
 
 def _record_in(card: Path) -> dict[str, Any] | None:
-    """The part of a run's record in the model card of its exported weights; None if this package did not write it."""
+    """The part of a run's record in the card of its exported weights; None if this package did not write the card."""
     import yaml
 
     try:

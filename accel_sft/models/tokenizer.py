@@ -140,7 +140,7 @@ def _failure(error: UserError) -> str:
 
 
 def template_of(tokenizer: Any, name: str) -> Any:
-    """A tokenizer's chat template, or the one in chat_template.json, where processors used to keep theirs; or None."""
+    """A tokenizer's chat template, or the one in chat_template.json, where processors used to keep it; or None."""
     from transformers.utils import cached_file
 
     if tokenizer.chat_template is not None:

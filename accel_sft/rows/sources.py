@@ -31,7 +31,7 @@ _IN_NAME = {
     for split, words in _WORDS.items()
 }
 """Finds each split in names of files and folders, like `datasets` (data_files.py), but also after "=", or joined with
-"set" or "data". Names of held-out data are found too, so that it is not trained on."""
+"set" or "data". Names of held-out data are found too, so that nobody trains on it."""
 _CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 """Where a word begins within another, as in TestData."""
 _SHARD = re.compile(r"data/(.+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
@@ -104,7 +104,7 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
     """The data files of a split of a folder and its subfolders, and lines on those that are not read.
 
     Without splits, these are all files except hidden ones and those that describe a data set. Links are followed, and
-    each folder is read once. Texts (.txt) are data where there is nothing else; a README.md never is. If `split` is
+    each folder is read once. Texts (.txt) are data only if there is no other data; a README.md never is. If `split` is
     "", it is chosen by `use`, "train" or "validation".
     """
     paths, others = _all_files(folder)
@@ -134,7 +134,7 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
 
 
 def _by_card(folder: Path, names: Collection[str], configs: list[dict[str, Any]]) -> dict[str, str]:
-    """The split of each file that the folder's card names."""
+    """The split of each file whose split the folder's card names."""
     exact: dict[str, str] = {}
     for pattern, split in _splits_by_card(configs):
         for name in {*glob.glob(pattern, root_dir=folder, recursive=True)}.intersection(names):

@@ -215,7 +215,7 @@ def _identity(value: Any) -> str:
 
 
 def rank() -> None:
-    """Be one rank: read the path and a pickled task from standard input, and write what it observes as JSON."""
+    """Act as one rank: read the path and a pickled task from standard input, and write what it observes as JSON."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answer:
         os.dup2(2, 1)  # what the task prints goes to standard error, in order
         sys.stdout = sys.stderr

@@ -187,7 +187,7 @@ class Math(Task):
         return rows
 
     def _read_unseen(self, held_out: frozenset[int]) -> Sequence[Example]:
-        """The training rows, whose numbers must not be held out; parsing checks that, so it runs once for each file."""
+        """The training rows, whose numbers must not be held out; the check is part of parsing: once for each file."""
         try:
             return read_rows(self.train_file, functools.partial(self._parse_unseen, held_out))
         except UserError:

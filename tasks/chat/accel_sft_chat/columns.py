@@ -40,7 +40,7 @@ _VARIABLES = "chat_template_kwargs"
 _FORMS = (("messages",), ("prompt", "completion"), ("instruction", "output"), ("text",))
 _SAID = ("content", "tool_calls", "function_call")
 _NO_RAW_TEXT = ("label", "labels", "sentiment", "intent", "role", "parent_id", "image", "images", "file_name")
-"""Columns that show that the text beside them is not raw text, unless --columns names it: labels, trees, captions."""
+"""Columns (labels, trees, captions) beside which a text is not raw text, unless --columns names the text's column."""
 _TOOLS_IN_TEXT = re.compile(r"<tools>(.*?)</tools>", re.DOTALL)
 _NAME_OF_TOOL = re.compile(r"""["']name["']\s*:\s*["']([^"']+)["']""")
 _REPR = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")
@@ -212,7 +212,7 @@ def _names_image(value: Any) -> bool:
 
 
 def _text(row: Mapping[str, Any], column: str, remarks: Remarks, *, needed: bool = False) -> str:
-    """A column's text; "" if there is none, unless it is `needed`."""
+    """A column's text; without one "", or RowProblem if it is `needed`."""
     value = row.get(column)
     if isinstance(value, str) and _REPR.match(value):
         raise RowRefused(column, "JSON of messages, got Python's repr of them: write them with json.dumps or to_json")

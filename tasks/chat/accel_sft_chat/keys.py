@@ -48,7 +48,7 @@ AS_JSON = "with numbers, lists or objects in place of texts, which are read as J
 
 
 def refused_in(row: Mapping[str, Any]) -> dict[str, str]:
-    """What is expected in place of each column of a row that is refused; some are refused only with certain values."""
+    """For each refused column of a row, what is expected in its place; some values of a column may be accepted."""
     refused = {**VIDEOS, **_MASKS, **_SWITCHES, **dict.fromkeys(("rejected_response", "rejected_messages"), _SECOND)}
     refused |= {name: _JUDGED for name in ("label", "kto_tag") if isinstance(_in_cell(row.get(name)), bool)}
     for name in _ROW_MARKS:
