@@ -178,7 +178,7 @@ def write(pieces: Iterable[Piece], folder: Path, rank: int) -> manifest.Entries:
     for number, piece in enumerate(pieces):
         name = f"rank-{rank:04d}-{number:03d}.safetensors"
         files[name] = manifest.write_hashed(folder / name, _safetensors(piece))
-        piece.clear()  # before the next piece is copied: without `memory`, two pieces would exist at once
+        piece.clear()  # before the next piece is copied: without `memory`, two pieces would exist together
     return files
 
 
@@ -250,8 +250,7 @@ def loss_scale(accelerator: Accelerator, model: Any) -> dict[str, float]:
 
 
 def set_loss_scale(accelerator: Accelerator, model: Any, saved: dict[str, float]) -> None:
-    """Restore the loss scaler's state. If a different library saved it, a new scale is searched; some steps are
-    skipped."""
+    """Restore the loss scaler's state. If another library saved it, a new scale is searched; some steps are skipped."""
     if accelerator.scaler is not None:
         if saved.keys() == accelerator.scaler.state_dict().keys():
             accelerator.scaler.load_state_dict(saved)

@@ -211,9 +211,9 @@ class Decoder:
     """Decodes rows whose common prefix the model has read once.
 
     A forward reads one sequence: the last token of each live row, and all tokens of the prompts of new rows. So rows
-    are padded only in attention, and no row waits for others to end. The model is called as a whole, so that ZeRO-3 and
-    FSDP gather its weights: once in each `forward`, so that ranks stay together. The model must have sdpa attention,
-    take `position_ids`, and be in eval mode.
+    are padded only in attention, and no row waits for other rows to end. The model is called as a whole, so that ZeRO-3
+    and FSDP gather its weights: once in each `forward`, so that ranks stay together. The model must have sdpa
+    attention, take `position_ids`, and be in eval mode.
     """
 
     def __init__(self, model: Any, prefix: Sequence[int], device: torch.device) -> None:

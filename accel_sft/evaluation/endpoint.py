@@ -216,8 +216,8 @@ class Endpoint:
         )
 
     def call_all(self, what: str, call: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-        """The result of `call` for each item; several run at once. A line says now and then how many are done. After an
-        error or an interrupt, it waits only for requests under way."""
+        """The result of `call` for each item; several run together. A line says now and then how many are done. After
+        an error or an interrupt, it waits only for requests under way."""
         threads = ThreadPoolExecutor(AT_ONCE)
         futures = [threads.submit(call, item) for item in items]
         try:

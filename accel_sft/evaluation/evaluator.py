@@ -55,8 +55,8 @@ class Generated(NamedTuple):
 
 
 AnswerBackend = Callable[[Sequence[Encoded], int], Generated]
-"""Generates greedy answers; the number is the maximum of tokens, the end-of-turn token included. Every rank calls it
-with the same examples; together the ranks answer each example once."""
+"""Takes examples and the maximum number of tokens of an answer, the end-of-turn token included; generates greedy
+answers. Every rank calls it with the same examples; together the ranks answer each example once."""
 
 
 @dataclasses.dataclass(frozen=True)

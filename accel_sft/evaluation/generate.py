@@ -270,7 +270,7 @@ class _Meeting:
         self.between, self.every_forward, self.forwards = between, every_forward, 0
 
     def __call__(self, busy: bool) -> bool:
-        """Whether to do another forward. A rank that has finished waits here, still calling `between`, until all ranks
+        """Whether to do one more forward. A rank that has finished waits here, still calling `between`, until all ranks
         have finished; with `every_forward`, it takes part in other ranks' forwards instead."""
         due = self.forwards % MET_EVERY == 0
         self.forwards += 1

@@ -214,7 +214,7 @@ def _arrange_buckets(model: DistributedDataParallel) -> None:
 
 def _gather_with_their_modules(model: torch.nn.Module) -> None:
     """Make ZeRO-3 gather a module's ParameterDict entries (AdaLoRA's layers have them) before that module's forward.
-    Otherwise DeepSpeed would gather them on access, in another order than in the step that DeepSpeed has recorded."""
+    Otherwise DeepSpeed would gather them on access, in a different order from the step that DeepSpeed has recorded."""
     for module in model.modules():
         for child in module.children():
             for parameter in child.parameters() if isinstance(child, torch.nn.ParameterDict) else ():

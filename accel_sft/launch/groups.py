@@ -62,7 +62,7 @@ def prepare(accelerator: Accelerator, model: Any, *optimizer: Any) -> Any:
         line = first_line(error)
         raise UserError(f"sequence parallelism over {ranks} ranks: {line}; train with z3.yaml instead") from error
     _groups.update({module: getattr(module, _GROUPS) for module in model.modules() if hasattr(module, _GROUPS)})
-    # in all forwards DeepSpeed has put its own attention, which ignores masks: allow it only in `shared_rows`
+    # DeepSpeed has put its own attention into every forward. It ignores masks: allow it only in `shared_rows`
     _shared[name] = ALL_ATTENTION_FUNCTIONS.pop(name)
     return prepared
 

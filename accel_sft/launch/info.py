@@ -232,7 +232,7 @@ def read_launch(environment: Mapping[str, str], command: list[str], folder: Path
         beside = Path(config_file or "").parent / named
         try:
             if not (folder / json_file).exists() and (folder / beside).is_file():
-                json_file = beside  # so a yaml beside its JSON can be used from every folder
+                json_file = beside  # so a yaml beside its JSON works from every folder
             loaded = json.loads(read_text(folder / json_file))
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"deepspeed_config_file {one_line(named)}: cannot be read as JSON: {error}") from None

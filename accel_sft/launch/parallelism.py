@@ -73,7 +73,7 @@ def parallelism_config(launch: Launch, *, train: bool) -> ParallelismConfig | No
 
 
 def sized(launch: Launch, processes: int) -> tuple[str, ...]:
-    """The launcher's flags that start this launch file with another number of processes."""
+    """The launcher's flags that start this launch file with a different number of processes."""
     tensor = launch.parallelism.get("tp", 1) > 1  # all processes share each matrix
     return "--num_processes", f"{processes}", *(("--parallelism_config_tp_size", f"{processes}") if tensor else ())
 

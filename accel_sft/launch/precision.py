@@ -91,8 +91,8 @@ def assume_precision(launch: Launch, bf16: bool) -> Launch:
 
 
 def type_in_files(model: Any, name: str, weights: Any, dtype: Any) -> Any:
-    """The type with which the tensor `weights` is saved in files of type `dtype`. It is another type where transformers
-    keeps float32, for example for the biases with which a router chooses experts."""
+    """The type with which the tensor `weights` is saved in files of type `dtype`. It is a different type where
+    transformers keeps float32, for example for the biases with which a router chooses experts."""
     plan = model._get_dtype_plan(dtype)
     usual = dtype if weights.is_floating_point() else weights.dtype
     return next((kind for pattern, kind in plan.items() if re.search(pattern, name)), usual)

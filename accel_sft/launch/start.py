@@ -72,7 +72,7 @@ def start(
 
 
 def differing_versions(machines: Sequence[tuple[str, dict[str, str]]]) -> Iterator[Finding]:
-    """Yield an error for each library whose version differs. `machines`: host and versions of each rank.
+    """Yield an error for each library whose version differs by rank; `machines` has hosts and versions by rank.
 
     Ranks with different code may wait for each other for ever. Python and a library's build (`+cu130`) may differ.
     """

@@ -86,7 +86,7 @@ def _merged_experts(job: Job, block: Block) -> list[float]:
 
 
 def _saved_and_recomputed(job: Job) -> tuple[float, float]:
-    """Bytes that all blocks keep at the end of the largest forward, and bytes that checkpointing adds for a block."""
+    """Bytes that all blocks keep at the end of the largest forward, and bytes of the block being recomputed."""
     blocks = [(block.count, _whole_block(job, block)) for block in job.shape.blocks]
     if not job.gradient_checkpointing:
         return sum(count * size for count, size in blocks), 0.0

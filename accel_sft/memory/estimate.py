@@ -55,8 +55,8 @@ class Estimate:
     Attributes:
         device: memory of one rank's accelerator; {} where ranks train on the CPU.
         host: resident memory of one rank's process, shared pages included.
-        spare_bytes: host memory that a rank does without in the phases WITH_COPY if it is short: training then waits
-            while checkpoints are written file by file.
+        spare_bytes: host memory that a rank can save in the phases WITH_COPY: training then waits while checkpoints are
+            written file by file.
         notes: what the numbers leave out.
     """
 
@@ -212,7 +212,7 @@ def _on_cpu(job: Job, states: Placed, part: Job) -> dict[str, dict[str, float]]:
 
 
 def _generating_bytes(job: Job) -> float:
-    """Bytes of the KV cache of all answers generated at once, and of their next tokens' logits."""
+    """Bytes of the KV cache of all answers generated in one batch, and of their next tokens' logits."""
     shape, e = job.shape, job.computes_bytes
     length = job.eval_tokens or max(job.tokens // max(job.rows, 1), 1)
     cache = 2 * shape.layers * shape.key_value_heads * shape.head_dim * e * length / job.launch.tensor_ranks
@@ -233,7 +233,7 @@ def _file_bytes(job: Job) -> float:
 
 
 def _copied_bytes(job: Job) -> float:
-    """Bytes that a rank copies of a checkpoint; the copy stays in host memory from the first checkpoint on."""
+    """Bytes of a rank's copy of its part of a checkpoint; it stays in host memory after the first checkpoint."""
     if not job.saves:
         return 0.0
     of_parameter, ranks = checkpoint_bytes_each(job.ema_decay is not None), job.ranks

@@ -19,8 +19,8 @@ AS_CONFIGURED += ("lora_target_parameters", "load_in_4bit", "optimizer", "dtype"
 AS_CONFIGURED += ("ema_decay", "train_only")
 """Attributes of a job that have the name and the value of an option."""
 MOST_LOGITS = 2**25
-"""Maximum number of logits (tokens times vocabulary) that a head in pieces holds at once: 128 MiB in
-float32, and about three times that in a backward."""
+"""Maximum number of logits (tokens times vocabulary) that a head in pieces holds at a time: 128 MiB in float32, and
+about three times that in a backward."""
 
 
 def pinned(size: float) -> float:

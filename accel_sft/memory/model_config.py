@@ -65,7 +65,7 @@ def _built(config: dict[str, Any], name: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
-        # JSON lacks infinity; transformers writes it as {"__float__": "Infinity"}: as for Granite 4's time steps
+        # JSON lacks infinity; transformers writes it as {"__float__": "Infinity"}, as in Granite 4's configuration
         decoded = json.loads(json.dumps(config), object_hook=lambda d: float(d["__float__"]) if "__float__" in d else d)
         settings = AutoConfig.for_model(**decoded)
         autos: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]

@@ -20,7 +20,7 @@ class Matrix:
     Attributes:
         group: `attention`, `recurrent`, `feed_forward` or `experts`.
         copies: how many equal matrices the block has, fused in one tensor (experts).
-        active: how many of the copies compute a token.
+        active: how many of the copies each token goes through.
         is_linear: whether it is a linear layer of its own, which an adapter can be put on.
         lora_ranks: rank that LoRA on all linear layers gives each copy, in multiples of --lora-r.
     """
@@ -128,7 +128,7 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters in blocks and head that compute a token; of experts, only the chosen."""
+        """Number of parameters in blocks and head that a token uses; of experts, only the chosen ones."""
         inside = sum(count * m.active * m.inputs * m.outputs for count, m in self.matrices)
         return inside + self.vocab_size * self.hidden_size
 

@@ -13,8 +13,8 @@ from typing import Any
 from accel_sft.memory.job import Job, pinned
 
 MASTER, MOMENTS, FLOAT32, AVERAGE = 4, 8, 4, 4
-"""Bytes per trained parameter: its float32 copy, AdamW's two moments, its gradient in AdamW's float32, and its average
-(`--ema-decay`)."""
+"""Bytes per trained parameter: its float32 copy, AdamW's two moments, its gradient in float32 for AdamW, and its
+average (`--ema-decay`)."""
 _TRAINERS_BUCKET, _ZERO_BUCKET = 2e8, 5e8
 """Elements in one exchange: as launch/accelerator.py sets for stages 1 and 2, and by DeepSpeed's default."""
 _MAX_LIVE, _PREFETCH, _SUB_GROUP = 1e9, 5e7, 1e9
@@ -55,7 +55,7 @@ class Placed:
 
 
 def placed(job: Job) -> tuple[Placed, Placed]:
-    """What a rank keeps on its device, and what it keeps in host memory; on a CPU, both are host memory."""
+    """What a rank keeps on its device, and what in host memory; on a CPU, both are the same memory."""
     if job.launch.backend == "fsdp":
         device, host = _fsdp(job)
     elif job.launch.backend != "deepspeed":
@@ -204,7 +204,7 @@ def _stays(job: Job, share: float) -> float:
 
 
 def live_parameters(job: Job) -> float:
-    """Maximum number of elements that stage 3 keeps gathered at once. A layer's distance to its backward counts the
+    """Maximum number of elements that stage 3 keeps gathered at a time. A layer's distance to its backward counts the
     layers in between twice, so half of `stage3_max_reuse_distance` stays; with gradient checkpointing a third."""
     reuse = _zero(job, "stage3_max_reuse_distance", _MAX_LIVE)
     passes = 3 if job.gradient_checkpointing else 2

@@ -10,7 +10,7 @@ from accel_sft.io.files import is_number, json_safe, read_json_lines, write_json
 from accel_sft.io.run_dir import RunDir
 
 MOST_IN_A_ROW = 10
-"""Number of skipped steps in a row at which `--on-nonfinite skip` gives up."""
+"""Number of consecutive skipped steps at which `--on-nonfinite skip` gives up."""
 _SHOWN = 8
 
 

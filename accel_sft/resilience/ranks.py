@@ -27,7 +27,7 @@ _LIBRARIES = re.compile(
 
 def waits(frame: FrameType) -> bool:
     """Return whether the main thread, now in this frame, waits for other ranks or for a device that waits for them."""
-    # further out than 8 frames, DeepSpeed's engine may only have called the code of a model or task, which works
+    # further out than 8 frames, a frame of DeepSpeed's engine may only have called a model's or a task's code
     for outer, _ in itertools.islice(traceback.walk_stack(frame), 8):
         if _WAITING.search(outer.f_code.co_filename):
             return True
@@ -63,7 +63,7 @@ def process_beside(rank: int) -> psutil.Process | None:
 
 
 def state(rank: int, host: str) -> str:
-    """Name a rank's machine if it is not this one; otherwise describe the state of the rank's process by the kernel."""
+    """Name a rank's machine if it is not this one; otherwise the state of the rank's process."""
     if host not in ("", socket.gethostname()):
         return f"on {host}"
     process = process_beside(rank)

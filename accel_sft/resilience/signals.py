@@ -38,9 +38,9 @@ class Interruption(KeyboardInterrupt):
 class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
     """Within this context, SIGTERM and SIGINT end the process; while `deferred`, only a second signal ends it.
 
-    If its launcher has ended, a rank ends too. It then writes no file, as a later run may already write there, unless
-    it got a signal before. A main thread that waits for other ranks in C handles no signal: then the watching thread
-    ends the process, during start-up or if a rank was lost.
+    If its launcher has ended, a rank ends too. Unless it got a signal before, it then writes no file: a later run may
+    already write there. A main thread that waits for other ranks in C handles no signal: then the watching thread ends
+    the process, during start-up or if a rank was lost.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Finds steps in which a run was disturbed: others took the machine's cores, or a GPU was throttled. No torch.
+"""Finds steps in which a run was disturbed: other processes took cores, or a GPU was throttled. No torch.
 
 Rank 0 marks readings in metrics.jsonl while a run lasts; reports and comparisons turn marks into segments of steps.
 """

@@ -1,4 +1,4 @@
-"""Warns once if a GPU idles or waits for others during training, and names the likely cause, judged from measurements.
+"""Warns once if a GPU idles or waits for other ranks in training, and names the likely cause, judged by measurements.
 
 NVML counts the time in which any kernel ran. NCCL's kernels run, and spin, while a rank waits for another: a waiting
 GPU reads 100%. So the processes measure waiting themselves. If a rank finishes its batches and forwards sooner than
@@ -48,7 +48,7 @@ class IdleWatch:
         readings: Mapping[int, NewReading],
         ranks: int,
     ) -> str | None:
-        """Count a step; returns a warning the first time that a GPU idles or waits for others, else None.
+        """Count a step; returns a warning the first time that a GPU idles or waits for other ranks, else None.
 
         `record` is the step's line of metrics.jsonl; `seconds` is the time spent in each span since the step
         before, `times` how often the span was entered; `readings` are the new readings by rank.

@@ -11,8 +11,8 @@ from accel_sft.io.files import is_number, json_safe, read_json_lines, write_atom
 
 
 def chained(chain: str, line: bytes) -> str:
-    """The chain after one more line (with its newline): a SHA-256 over the chain before, so over all lines in order.
-    Before the first line the chain is ""."""
+    """The chain after one more line (with its newline): a SHA-256 over the chain so far and this line. Before the first
+    line the chain is ""."""
     return hashlib.sha256(chain.encode() + line).hexdigest()
 
 

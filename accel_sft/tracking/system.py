@@ -36,7 +36,7 @@ class Reading(NamedTuple):
     gpu_clock_mhz: float = math.nan
     gpu_clock_share: float = math.nan  # of its highest
     gpu_slowed_by: float = math.nan  # bits of `machine_state.GpuState.reasons`
-    gpu_others_gib: float = math.nan  # memory of others' processes
+    gpu_others_gib: float = math.nan  # memory of other launches' processes
 
 
 _AVERAGED = Reading._fields[1 : Reading._fields.index("forward_seconds")]

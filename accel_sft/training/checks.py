@@ -106,7 +106,7 @@ class Untrained:
 
     def _reached(self) -> Iterator[str]:
         """Yield the names of the weights with a gradient so far in this rank's part: AdamW's second moment is not zero.
-        An 8-bit state is judged by its scales, because it stores zero as another number."""
+        An 8-bit state is judged by its scales, because it does not store zero as 0."""
         for partition in partitions(self._accelerator, self._model, self._optimizer):
             values = partition.state.get(SCALES[-1], partition.state.get(partition.kinds[-1]))
             if values is not None:

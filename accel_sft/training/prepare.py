@@ -273,8 +273,8 @@ def _most_pixels(assembly: Assembly, train: StoredEncoding) -> int:
 
 
 def _refuse_forged_turns(*encodings: StoredEncoding) -> None:
-    """Raise UserError if an answer's text contains a token that ends the turn: the rest would be trained on as another
-    turn. Called only if control tokens in texts are not read as plain characters."""
+    """Raise UserError if an answer's text contains a token that ends the turn: the rest would be trained on as a
+    separate turn. Called only if control tokens in texts are not read as plain characters."""
     for encoding in encodings:
         if rows := encoding.control_tokens["answers"]:
             split = encoding.split

@@ -61,7 +61,7 @@ class TrainState:
             raise UserError(f"{path}: {what}") from None
 
     def out_of_patience(self, patience: int | None) -> bool:
-        """Whether `patience` evaluations in a row did not improve the main metric."""
+        """Whether the last `patience` evaluations did not improve the main metric."""
         return patience is not None and self.without_better >= patience
 
     def stop_reason(self, total_steps: int, patience: int | None) -> str | None:

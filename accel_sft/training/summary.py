@@ -33,7 +33,7 @@ from accel_sft.training.state import TrainState
 
 _ASKED: tuple[str, ...] = ("max_length", "max_new_tokens", "thinking", "template_date", "control_tokens")
 _ASKED += ("load_in_4bit", "chat_template", "seed")
-"""Settings that a model card keeps, because later commands read them from it."""
+"""Settings that a model card keeps, because later commands read them from the card."""
 
 
 def card(

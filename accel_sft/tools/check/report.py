@@ -131,8 +131,7 @@ def shown_rows(encoding: StoredEncoding, tokenizer: Any, count: int) -> list[Sho
 
 
 def _marked(tokenizer: Any, row: Encoded) -> str:
-    """The row's text, special tokens included, with marks where loss begins and ends; long parts are cut in the
-    middle."""
+    """The row's text, special tokens included, marked where loss begins and ends; long parts are cut in the middle."""
     begins = {span.start for span in row.learnt}
     bounds = sorted({0, len(row.input_ids), *begins, *(span.stop for span in row.learnt)})
     # some tokenizers drop the space before a text's first word, so each part is decoded with all text before it

@@ -1,4 +1,4 @@
-"""Scores each example's expected answer with the task: if it is not perfect, no model can get the example right."""
+"""Scores each example's expected answer with the task: if this score is not perfect, no model's score can be."""
 
 from __future__ import annotations
 

@@ -22,8 +22,7 @@ from accel_sft.tools.check.findings import Findings
 DAMAGED = re.compile("[\ufeff\ufffd\x00-\x08\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac")
 """Signs of a wrong encoding: the replacement character, control characters, and UTF-8 read as Latin-1 or cp1252."""
 _TIMES, _FEWEST_LETTERS = 10, 5
-"""A label can be a misspelling only of one that is so many times as frequent, with so many letters: Iran is not
-Iraq."""
+"""A label can only misspell one that is so many times as frequent and has so many letters: Iran is not Iraq."""
 _MOST_LABELS = 1000
 """If there are more different answers than this, answers do not count as labels, and no label is reported."""
 _NAMED, _COUNTED = 200, 12
@@ -75,8 +74,7 @@ class Labels:
 
 def _misspelt(label: str, other: str, times: float) -> bool:
     """Whether two labels differ only in case, white space and punctuation or, if `label` is rare, in one letter or the
-    order of letters. With another first letter or digit, a label is a different one: typical and atypical, class 1 and
-    class 2."""
+    order of letters. A new first letter or digit makes a different label: typical and atypical, class 1 and class 2."""
     one, two = normalised(label), normalised(other)
     if one == two or times < _TIMES or len(two) < _FEWEST_LETTERS or one[:1] != two[:1]:
         return one == two != ""

@@ -26,7 +26,7 @@ _DRAWS = 8000
 _NOISES = (0.005, 0.01, 0.02, 0.04, 0.08)
 """Values to try for the standard deviation of a run from its curve, as shares of the metric's range."""
 _FARTHER = 0.5
-"""Share by which that standard deviation grows with every halving or doubling of the rows: small sizes count less,
+"""Share by which this standard deviation grows with every halving or doubling of the rows: small sizes count less,
 since the largest sizes say most about the next ones."""
 _LEAST, _STEEP = 0.4, 2.0
 """The same standard deviation is multiplied by `_LEAST + _STEEP * rise`, where `rise` is the curve's rise with a
@@ -42,8 +42,9 @@ _AHEAD = 6
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """What was measured: for each number of rows, ascending, the main metric of each seed after training. `detectable`
-    is the smallest difference of two models that the validation examples reveal four times out of five.
+    """What was measured: for each number of rows, ascending, the main metric of each seed after training.
+
+    `detectable` is the smallest difference of two models that the validation examples reveal four times out of five.
     """
 
     sizes: Sequence[int]

@@ -30,7 +30,7 @@ from accel_sft.tools.report.runs import COMPARISON, SCHEMA
 
 def open_record(folder: Path, wanted: Mapping[str, Any], settings: Sequence[ComparedSetting]) -> dict[str, Any]:
     """Return the record of the comparison in `folder`: a new record, or the one that an earlier start left there.
-    `wanted` has all keys except `settings`, such as `repeat`; its values replace those of the earlier start."""
+    `wanted` has what the command asks for, such as `repeat`; its values replace those of the earlier start."""
     path = folder / COMPARISON
     entries = [_entry(setting) for setting in settings]
     if not path.exists():

@@ -12,8 +12,7 @@ from accel_sft.tools.compare.learning_curve import FEWEST_SIZES, ROWS
 FEWEST_ROWS = 8
 """Minimum number of rows of a training, unless `--sizes` names fewer."""
 _DEFAULTS = {**compare.DEFAULTS, "eval_every": "auto"}
-"""Default options of each training. `epoch` would evaluate too often: a training on few rows may have hundreds of
-epochs."""
+"""Default options of each training. `epoch` would evaluate too often: a run on few rows may have hundreds of epochs."""
 _VARIED = (ROWS, "seed")
 
 

@@ -65,7 +65,7 @@ MARGIN = 0.92
 _Memory = tuple[float | None, float | None]
 """Bytes of one GPU and of the host; None if unknown, or if there is no GPU."""
 _ADDED = {"gradient_checkpointing": "gradient_checkpointing", "eval_batch_size": "eval_rows"}
-"""Settings that a plan may add, and the job's attribute that each of them sets."""
+"""Maps each setting that a plan may add to the job's attribute that this setting sets."""
 _ACCELERATES_NAMES = {"deepspeed": "DEEPSPEED", "fsdp": "FSDP", "ddp": "MULTI_GPU"}
 
 
@@ -202,8 +202,7 @@ def _simplicity(plan: Plan) -> int:
 
 
 def _largest(job: Job, memory: _Memory, most: int) -> int:
-    """Return the tokens of the largest forward that fits, bisecting between the job's forward, which fits, and
-    `most`."""
+    """Return the tokens of the largest forward that fits, bisecting from the job's, which fits, to `most`."""
     low, high = job.tokens, max(min(most, MOST_TOKENS), job.tokens)
     while low < high:
         middle = (low + high + 1) // 2

@@ -152,7 +152,7 @@ def _is_by_layer(key: Any, value: Any) -> bool:
 
 
 def _rope(value: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of rotary positions, with lists cut to half the width of a narrow head."""
+    """Return the settings of rotary positions, with lists as long as half of a narrow head's width."""
     half = int(_HEAD * (content.get("partial_rotary_factor") or value.get("partial_rotary_factor") or 1)) // 2
     first = max(half // 4, 1)
     rest = (half - first) // 2

@@ -34,7 +34,7 @@ _ALL = "1000000"
 _COMPUTED = {"loss", "grad_norm"}
 """Keys of a step's line that rounding changes; all others are a function of data and settings."""
 _REFUSED = "the run was started with"
-"""Text in each line of a resume that refuses settings, data, code or weights other than the recorded ones."""
+"""Text in each line with which a resume refuses settings, data, code or weights other than the recorded ones."""
 
 
 @dataclasses.dataclass(frozen=True)
