@@ -1,1 +1,1 @@
-"""Defines tasks and settings, and finds the installed tasks. To import it, the standard library is enough."""
+"""Defines tasks and settings, and finds the installed tasks. Importing it needs only the standard library."""

@@ -182,7 +182,7 @@ class TrainConfig:
         return lines + adapter_conflicts(self)
 
     def resolved(self, defaults: dict[str, Any]) -> Self:
-        """Return a copy with the model's value (`defaults`) or the usual value for each None, if there is one."""
+        """Return a copy in which each None is replaced by the model's value (`defaults`) or the usual one, if any."""
         values = {**_USUAL, **defaults}
         if self.adapter != "none":
             values = {**values, "learning_rate": max(values["learning_rate"], _ADAPTER_LEARNING_RATE)}
@@ -224,7 +224,7 @@ def _is_day(text: str) -> bool:
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return a line for each setting outside `LAYOUT` in which a resumed run (`after`) differs from the record."""
+    """Return a line for each setting, outside LAYOUT, in which a resumed run (`after`) differs from its record."""
     lines = []
     for name in sorted((before.keys() | after.keys()) - LAYOUT):
         if name in _OF_DATA and name not in before:
@@ -238,7 +238,7 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 _LONGEST_ROUND = 100_000
-"""Largest sum of shares in lowest terms. Sources have exactly their shares after as many rows as that sum."""
+"""Largest sum of the shares in lowest terms. In every round of that many rows, each source has its exact share."""
 _COUNT = "[1-9][0-9]{,17}"  # more digits may be too large
 _STEPS = f"auto|epoch|off|{_COUNT}", "a number of steps, auto, epoch or off"
 _FORMS = {
@@ -251,7 +251,7 @@ _FORMS = {
         "a number of examples, or a share of them above 0% and up to 100%",
     ),
 }
-"""Settings that are a number or a word: the regular expression of each, and its description in messages."""
+"""Settings whose value is a number or a word, each with a regular expression and the description in messages."""
 _USUAL: dict[str, Any] = {
     "max_length": 2048,
     "thinking": "template",
@@ -276,5 +276,5 @@ LAYOUT = frozenset(
 )
 """Settings that decide how a run is executed or observed, not what a step computes: a resume may change them."""
 _OF_DATA = frozenset({"template_date", "control_tokens"})
-"""Settings that affect tokenization. If the record lacks one, it is not compared: the data's hash differs if the tokens
-do."""
+"""Settings that affect tokenization. Those that the record lacks are not compared: if the tokens differ, so does the
+data's hash."""

@@ -88,12 +88,12 @@ OTHER_NAMES |= _by_name(_HINTS.strip().splitlines(), "--")
 TASK = "task"
 """The key that names the task, in a file that describes a whole run."""
 _OFF = ("eval_every", "save_every", "resume")
-"""Options that take the value `off`, which YAML 1.1 spells `no` and `false` too."""
+"""Options that take the value `off`; `no` and `false` mean the same, as in YAML 1.1."""
 
 
 def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[dict[str, Any], list[str]]:
     """Read a `--config` file. Its keys are the fields of `classes`, with - or _; its values are read as on the command
-    line. Return all values by name, wrong ones too, and the problems. `given`: options of the command line."""
+    line. Return all values by name, wrong ones too, and the problems. `given`: names of the command line's options."""
     setting_of = {setting.name: setting for cls in classes for setting in settings(cls)}
     values: dict[str, Any] = {}
     problems: list[str | None] = []
@@ -130,7 +130,7 @@ def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[d
 
 
 def task_in(path: str) -> str | None:
-    """Return the task that a `--config` file names, in the words of a command line; None if the file names no task."""
+    """Return the task that a `--config` file names, as a command line would name it; None if the file names no task."""
     return next((_text(node) for key, node in _mapping(path) if _text(key) == TASK), None)
 
 
@@ -154,7 +154,7 @@ def _text(node: Any) -> str | None:
 
 
 def _value(setting: Setting, node: Any) -> Any:
-    """The value of a YAML node for this setting. A nested value becomes an empty collection, which no setting takes."""
+    """The value of a YAML node for this setting. A nested value becomes an empty collection, which is refused."""
     parts = node.value if node.id == "sequence" else [node]
     if any(part.id != "scalar" for part in parts):
         return [] if node.id == "sequence" else {}

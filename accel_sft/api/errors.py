@@ -1,4 +1,4 @@
-"""The error that users see without a traceback, and helpers that name another error's place and first line."""
+"""The error that users see without a traceback, and helpers that describe other errors by place and first line."""
 
 import traceback
 from pathlib import Path

@@ -11,8 +11,8 @@ ADAPTERS: dict[str, Mapping[str, str]] = {
     "lora": {"r": "lora_r", **_SAVED, **_VARIANTS, "target_parameters": "lora_target_parameters"},
     "adalora": {"target_r": "lora_r", **_SAVED},
 }
-"""Adapter types by peft's name in lower case. Each maps the keys of peft's `adapter_config.json` that are fixed when an
-adapter is created to fields of `TrainConfig`, which must have the same values when the adapter is trained further."""
+"""Adapter types by peft's name in lower case. Each maps keys of peft's `adapter_config.json` to fields of
+`TrainConfig`. The keys' values are fixed when an adapter is made; to train it further, the fields must equal them."""
 OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
 """Settings of every adapter type; they have no effect without an adapter."""
 _LORA_ONLY = ("use_rslora", "use_dora", "lora_modules_to_save", "lora_target_parameters", "load_in_4bit")
@@ -33,8 +33,8 @@ _REFUSED: dict[tuple[str, Any], tuple[tuple[str, ...], str]] = {
     ("ema_decay", True): (("DEEPSPEED nvme", TENSOR_PARALLEL), "z3_offload"),  # each step would read the disk once more
     **{("adapter", name): ((TENSOR_PARALLEL,), "z2") for name in ADAPTERS},  # peft 0.21 fails on split matrices
 }
-"""Maps (setting, value) to the backends that do not support it, and to a launch file that does. A backend has
-accelerate's name, perhaps with a ZeRO stage or `nvme`. The value True stands for any that switches the setting on."""
+"""Maps (setting, value) to the backends that do not support this value, and to a launch file that does. A backend has
+accelerate's name, perhaps with a ZeRO stage or `nvme`. True stands for every value that switches the setting on."""
 
 
 def names_of(text: str | None) -> list[str]:
@@ -55,7 +55,7 @@ def adapter_conflicts(config: Any) -> list[str]:
 
 def launch_problem(settings: Any, backend: str, stage: int = 0, offload: str = "none") -> str | None:
     """Return why this launch cannot train with these settings (a `TrainConfig` or a `Job`), or None. `backend` is
-    accelerate's name, or TENSOR_PARALLEL; the optimizer is offloaded to `offload`."""
+    accelerate's name, or TENSOR_PARALLEL; `offload` is where the optimizer is offloaded to, or "none"."""
     launches = {backend, f"{backend} {stage}", f"{backend} {offload}"}
     for (name, value), (backends, instead) in _REFUSED.items():
         set_to = getattr(settings, name, None)  # a Job has only the settings that memory and speed depend on

@@ -34,8 +34,8 @@ def option(
         default: the value when the option is not given; without a default, the option is required.
         help: one line for `--help`; name the unit.
         min, max: inclusive limits of a number.
-        basic: whether `--help` lists an option of the trainer; `--help-all` lists all. `--help` lists every option of
-            a task.
+        basic: for an option of the trainer, whether `--help` lists it (`--help-all` lists all). `--help` lists every
+            option of a task.
         rows: whether a `str` option names rows for `read_rows`. It may then be given several times (the names are
             joined by commas), and a missing file or folder is refused before anything is loaded.
     """
@@ -109,7 +109,7 @@ def flag_of(name: str) -> str:
 
 
 def chosen(config: Any, names: Iterable[str]) -> list[str]:
-    """Return the names, out of `names`, of settings that differ from their defaults."""
+    """Return those of `names` whose settings differ from their defaults."""
     return [name for name in names if getattr(config, name) != getattr(type(config), name)]
 
 

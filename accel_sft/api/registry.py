@@ -1,4 +1,4 @@
-"""Finds tasks by the entry point group `accel_sft.tasks`, and loads them by name; a broken task breaks no other."""
+"""Finds tasks by the entry point group `accel_sft.tasks`, and loads them by name; a broken task breaks only itself."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from accel_sft.api.task_file import load_file, task_file
 
 GROUP = "accel_sft.tasks"
 SHIPPED = {"chat": "accel-sft-chat", "math": "accel-sft-math", "ner": "accel-sft-ner"}
-"""Task names, each reserved for a distribution of this project."""
+"""Reserved task names, each with the distribution of this project that alone may use it."""
 RESERVED = frozenset(
     {"check", "compare", "completion", "doctor", "evaluate", "export-data", "generate", "how-much", "launch-file"}
     | {"merge", "new-task", "parity", "plan", "push", "rehearse", "report", "serve", "tasks", "verify"}
@@ -25,7 +25,7 @@ RESERVED = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Plugin:
-    """One entry point from a distribution's metadata; `fault` says why it cannot be used; empty if it can."""
+    """One entry point from a distribution's metadata; `fault` says why it cannot be used, and is empty if it can."""
 
     name: str
     target: str
@@ -41,7 +41,7 @@ class Plugin:
 
 
 def plugins() -> list[Plugin]:
-    """Return every entry point of the group, sorted by name, with the faults that metadata shows; import none."""
+    """Return all entry points of the group, sorted by name, with the faults that metadata shows; none is imported."""
     every = []
     for point in importlib.metadata.entry_points(group=GROUP):
         assert point.dist  # never None, as `entry_points` reads the metadata of distributions
@@ -75,7 +75,7 @@ def suggestion(name: str, choices: Iterable[str]) -> str:
 
 
 def summary_of(cls: type, fallback: str) -> str:
-    """Return the first line of a class's docstring, or `fallback` if `dataclass` generated it (a signature)."""
+    """Return the first line of a class's docstring, or `fallback` if `dataclass` generated that docstring."""
     doc = (vars(cls).get("__doc__") or "").strip()
     return fallback if not doc or re.match(rf"{cls.__name__}\(", doc) else doc.splitlines()[0]
 

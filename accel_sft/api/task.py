@@ -1,4 +1,4 @@
-"""The base class of tasks (examples, prompts, answers and scores), and the check of task classes. Needs no library."""
+"""The base class of tasks (examples, prompts, answers and scores), and the check of task classes. No dependencies."""
 
 import abc
 import dataclasses
@@ -34,7 +34,7 @@ class Task(abc.ABC):
         """The examples of `split`, "train" or "validation". Raise UserError for data that cannot be used.
 
         The sequence may have an attribute `fingerprint`, a text that changes whenever an example does (the result of
-        `read_rows` has one). Later starts then detect changes without reading every message and target. It may also
+        `read_rows` has one). Later runs then detect changes without reading every message and target. It may also
         have an attribute `notes`: lines about the data to show at the start.
         """
 
@@ -53,7 +53,7 @@ class Task(abc.ABC):
     def target(self, example: Any) -> str | list[dict[str, Any]]:
         """Return the answer, the only text (with its end-of-turn token) that carries loss.
 
-        Or return the turns after the prompt, as messages; the last one must be an assistant's. Every assistant turn
+        Or return, as messages, all turns after the prompt; the last turn must be an assistant's. Every assistant turn
         carries loss unless it has `"weight": 0`. `score` gets the text generated in place of the last turn with loss.
         """
 
@@ -81,7 +81,7 @@ class Task(abc.ABC):
         return {key: sum(score[key] for score in scores) / len(scores) for key in keys}
 
     def problems(self) -> list[str]:
-        """Return a line for each problem of the options; extend this if some values cannot be combined."""
+        """Return a line for each problem of the options; a task may extend this, for values that cannot be combined."""
         return problems(self)
 
 

@@ -17,7 +17,7 @@ _MODULE = "accel_sft_file_"
 
 
 def task_file(word: str) -> tuple[Path, str] | None:
-    """The file and the class of `mytask.py:MyTask`; for `mytask.py` the class is "". None for an installed task."""
+    """File and class that `mytask.py:MyTask` names (for `mytask.py` the class is ""); None for an installed task."""
     match = re.fullmatch(r"(.+\.py)(?::(\w*))?", word, re.DOTALL)
     return (Path(match[1]).expanduser(), match[2] or "") if match else None
 
@@ -37,7 +37,7 @@ def same_task(word: str, other: str) -> bool:
 
 
 def load_file(path: Path, class_name: str) -> type[Task]:
-    """Run a file, check its task, and return the task. The file can import modules in its own folder by name."""
+    """Run a file, and check and return its task's class. The file can import modules in its own folder by name."""
     where = f"task {path}"
     try:
         source = path.read_bytes()

@@ -15,7 +15,7 @@ _OF_WEIGHTS = (
     *("base", "offload", "dtype", "attn_implementation", "trust_remote_code", "chat_template", "max_length"),
     *("eval_batch_size", "template_date", "control_tokens", "seed", "revision"),
 )
-"""Settings of `evaluate` without effect for a server."""
+"""Settings of `evaluate` that would have no effect on a server (`--url`)."""
 _OF_SERVERS = "key_from", "timeout"
 
 

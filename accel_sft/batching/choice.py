@@ -37,7 +37,7 @@ USUAL_WIDTH = 1024
 
 def choose_batching(trial: Trial, before: Batching | None = None, also: Sequence[Encoded] = ()) -> tuple[Batching, str]:
     """Choose a layout in which the model's losses equal those of single rows and, from the rows' lengths, how many
-    tokens go into one forward. Also returns a line for the log. Random state and gradients stay untouched.
+    tokens go into one forward. Also returns a line for the log. Random state and gradients do not change.
 
     Args:
         before: this run's earlier choice, which is used again if it is still exact.
@@ -64,8 +64,8 @@ def choose_batching(trial: Trial, before: Batching | None = None, also: Sequence
 
 
 def least_work(trial: Trial, candidates: Sequence[Batching]) -> Batching:
-    """The layout with the least work for a step (of equal ones, the first), in its smallest size whose work exceeds the
-    least by at most ALIKE."""
+    """The layout with the least work for a step (of equal layouts, the first), in the smallest size whose work is at
+    most the share ALIKE above the least."""
     works = {batching: _work(trial, batching) for batching in candidates}
     least = min(candidates, key=works.__getitem__)
     alike = [b for b in candidates if dataclasses.replace(b, tokens=least.tokens) == least]
@@ -101,7 +101,7 @@ def _room(trial: Trial) -> float:
 
 
 def _expected_bytes(trial: Trial, batching: Batching) -> float:
-    """Bytes for a forward and backward of `batching.tokens` tokens, of rows like those of a step's largest forward."""
+    """Bytes for a forward and backward of `batching.tokens` tokens, with rows like those of a step's largest one."""
     assert trial.job
     forwards = itertools.chain(*batching.divide(trial.spread(), row_groups(trial.accelerator)[0]))
     largest = max(filter(None, forwards), key=batching.way.tokens_in)

@@ -71,7 +71,7 @@ def row_by_row(rows: Sequence[Encoded], prefix: int) -> Batch:
 
 
 def prefixed_rows(sizes: Sequence[int], prefix: int) -> PrefixedRows:
-    """Where rows lie in one sequence after their prefix; `sizes` are their numbers of own tokens."""
+    """Where rows lie in one sequence after their prefix; `sizes` has each row's number of own tokens."""
     own, step = np.array(sizes)[:, None], np.arange(max(sizes))
     begins = np.cumsum(sizes)[:, None] - own
     (back,) = (step < own).ravel().nonzero()
@@ -145,7 +145,7 @@ def _on_device(*arrays: np.ndarray) -> list[torch.Tensor]:
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A pinned copy, or the tensor itself if no memory can be pinned; the error would look like GPU out-of-memory."""
+    """A pinned copy, or the tensor itself if no memory can be pinned: that error would look like GPU out-of-memory."""
     try:
         return tensor.pin_memory()
     except RuntimeError as error:

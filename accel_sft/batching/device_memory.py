@@ -33,7 +33,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def done_within_memory(work: Callable[[], None], rows: int, *, alone: bool) -> bool:
-    """Do the work. Returns False if memory ran out and the caller must retry with fewer than `rows` rows at once.
+    """Do the work. Returns False if memory ran out and the caller must retry with batches of fewer than `rows` rows.
     Unless this rank works `alone`, the error is raised instead: other ranks would wait during the retry."""
     try:
         work()
@@ -49,7 +49,7 @@ def done_within_memory(work: Callable[[], None], rows: int, *, alone: bool) -> b
 
 
 def in_halves(work: Callable[[list[Row]], list[Result]], rows: list[Row], *, alone: bool) -> list[Result]:
-    """The results of `work` on the rows; if device memory runs out, on one half of the rows after the other."""
+    """The results of `work` on the rows: on all or, if device memory runs out, on one half and then on the other."""
     results: list[Result] = []
     if done_within_memory(lambda: results.extend(work(rows)), len(rows), alone=alone):
         return results

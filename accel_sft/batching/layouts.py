@@ -150,7 +150,7 @@ class Causal(Padded):
 
 
 class Cached(Causal):
-    """Padded rows that continue from a cache of the forward's prefix, for every kind of layer that can do this."""
+    """Padded rows that continue from a cache of the forward's prefix, in attention layers and stateful layers alike."""
 
     attention, behind_cache = "cache", True
     cpu_tokens = (512, *Layout.cpu_tokens)
@@ -211,7 +211,7 @@ class Batching:
 
     def divide(self, examples: Sequence[Encoded], world_size: int) -> list[list[list[Encoded]]]:
         """Return each rank's forwards: the same number for every rank (some may be empty), with nearly the same number
-        of tokens. They are ordered by size, because under ZeRO-3 ranks wait for each other in every forward."""
+        of tokens. Forwards are ordered by size, because under ZeRO-3 ranks wait for each other in every forward."""
         longest_first = sorted(examples, key=lambda example: (-len(example.input_ids), example.index))
         forwards = self._group(longest_first, world_size)
         if len(forwards) == world_size == 1:

@@ -66,7 +66,7 @@ class Trial:
     ) -> tuple[float, list[torch.Tensor]]:
         """Run one forward and, if `train`, a backward. Nothing else changes: the wrappers' hooks do not run, and no
         weight gets a `.grad`. Returns the sum of the tokens' losses in nats and, if `train`, the gradients of the
-        embedded tokens and of each weight of `also` on which the loss depends."""
+        embedded tokens and of those weights in `also` that the loss depends on."""
         model = self.accelerator.unwrap_model(self.model)
         embedded: list[torch.Tensor] = []
 

@@ -187,7 +187,7 @@ def _row_sets(examples: Sequence[Encoded]) -> list[list[Encoded]]:
 
 
 def _dropout(trial: Trial, plain: Batching) -> str | None:
-    """The module or setting with dropout; a phrase if only the forward's randomness reveals it; or None."""
+    """The module or setting with dropout, or a phrase if only random losses reveal it; None without dropout."""
     trial.model.train()
     batch = trial.batch(plain, enough(trial.examples))
     is_random = any_rank(not _farthest(nll(trial.model, batch), nll(trial.model, batch)) <= _rounding(trial))
@@ -210,7 +210,8 @@ def _farthest(first: torch.Tensor, again: torch.Tensor) -> float:
 
 
 def _differs(trial: Trial, batching: Batching, alone: float, rows: Sequence[Encoded]) -> str | None:
-    """Why a few rows cannot be computed in this batching, or how far their loss is from the single rows', `alone`."""
+    """Why a few rows cannot be computed in this batching, or how far their loss is from `alone`, the single rows';
+    None if the losses agree."""
     batch = dataclasses.replace(trial.batch(batching, rows), most_logits=FEWEST_LOGITS)
     try:
         together = nll(trial.model, batch)
@@ -225,7 +226,7 @@ def _differs(trial: Trial, batching: Batching, alone: float, rows: Sequence[Enco
 
 
 def _goes_wrong_behind(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> str | None:
-    """Why rows cannot be trained from a cached prefix: a layer may detach the cached state from its backward."""
+    """Why rows cannot be trained from a cached prefix (a layer may detach its state, for example); None if they can."""
     prefix = batching.way.prefix(rows)
     if not prefix or not trial.train:
         return None
@@ -245,8 +246,8 @@ def _goes_wrong_behind(trial: Trial, batching: Batching, rows: Sequence[Encoded]
 
 
 def _ignores_positions(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> bool:
-    """Whether the model ignores positions: halving them changes no bit of any loss, on any rank. A later row would then
-    start at its index in the sequence. In reduced precision, rounding may hide an effect of positions."""
+    """Whether the model ignores positions: halving them changes no bit of any loss, on any rank. In such a model, later
+    rows would start at their index in the sequence. In reduced precision, rounding may hide an effect of positions."""
     batch = trial.batch(batching, rows)
     closer = {**batch.inputs, "position_ids": batch.inputs["position_ids"] // 2}
     return not _changes(trial, batch, dataclasses.replace(batch, inputs=closer), slice(None))
@@ -269,8 +270,8 @@ def _sees_padding(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> 
 
 
 def _changes(trial: Trial, batch: Batch, changed: Batch, where: torch.Tensor | slice) -> bool:
-    """Whether the losses of two forwards differ in any bit at `where`, on any rank. On a busy machine even unchanged
-    rows may differ: a difference is ignored if it is below rounding and at most NOISE times that variation."""
+    """Whether the losses of two forwards differ in any bit at `where`, on any rank. On a busy machine, equal forwards
+    may differ too, by noise: a difference is ignored if it is at most rounding and at most NOISE times that noise."""
     unchanged: list[torch.Tensor] = []
     for _ in range(LOOKS):
         before, after = (nll(trial.model, rows)[where] for rows in (batch, changed))

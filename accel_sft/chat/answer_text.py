@@ -23,7 +23,7 @@ class AnswerText:
         self._keeps = rendering.thinking == "keep"
 
     def __call__(self, chat: Conversation, answer: Sequence[int]) -> str:
-        """Return the text to be scored of a generated answer, whose token ids include those that end the turn.
+        """Return the text of a generated answer for scoring; the token ids `answer` include those that end the turn.
 
         If the answer equals what template and tokenizer make of the target, the text is the target itself: such an
         answer is right even where the template or the tokenizer strips, moves or normalises a character.
@@ -39,7 +39,7 @@ class AnswerText:
         return right if text == expected else text
 
     def expected(self, chat: Conversation) -> str:
-        """The right answer's text: the scored part of its target or, if it calls tools, what the template writes."""
+        """The right answer's text: the target's scored part, or what the template writes if the answer calls tools."""
         return self._learnt(chat) if chat.calls else wanted(chat, self.rendering.thinking)
 
     def _learnt(self, chat: Conversation) -> str:
@@ -65,7 +65,7 @@ class AnswerText:
 
 
 def without_thinking(text: str, target: str) -> str:
-    """A server's answer without its thinking, if its target has none; "" if the thinking has no end."""
+    """A server's answer, without its thinking unless `target` has thinking too; "" if the thinking has no end."""
     return _without_lead(text, "<think></think>", target)
 
 
@@ -83,7 +83,7 @@ def _without_lead(text: str, lead: str, target: str) -> str:
     closing = next((mark for mark in reversed(marks) if mark[1] == "/"), None)
     if not marks:
         return text.removeprefix(lead)
-    if closing and closing in target:  # the task's target contains the thinking: it is scored
+    if closing and closing in target:  # the task's target contains thinking, so thinking is scored
         return text.lstrip() if lead[0].isspace() else text
     # some tokenizers decode, after a special token, a blank that the template did not write
     pieces = [piece for piece in re.split(rf"({MARK.pattern})|\s+", lead) if piece]

@@ -29,11 +29,11 @@ class AnswerTokens:
         self._special = [token.content for token in added if token.special and not (token.lstrip or token.single_word)]
 
     def of_texts(self, texts: Sequence[Rendered], counts: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-        """Return, for each text, the tokens of its prompt, and those of the prompt with what is learnt after it. The
+        """Return, for each text, the tokens of its prompt, and the tokens of prompt and answer together. The
         texts are in the order of their chats; `counts` has each chat's number of texts.
 
-        The texts of a chat begin alike, so they are cut before each special token, and equal pieces are tokenized once:
-        a fast tokenizer makes the same cuts before anything else. The longest text of each chat is tokenized uncut too;
+        The texts of a chat begin alike, so they are cut before each special token, and equal pieces are tokenized once.
+        (A fast tokenizer itself begins with these cuts.) The longest text of each chat is tokenized uncut too;
         if its tokens differ, all texts of the chat are tokenized uncut.
         """
         written = [part for text in texts for part in (text.prompt, text.prompt + text.rest)]
@@ -82,7 +82,7 @@ class AnswerTokens:
 
     def _look_at_lead(self, answer: str, ids: list[int]) -> None:
         """Add a note if the white space at an answer's beginning is not learnt: some templates strip it, and some
-        tokens absorb it (Phi-3's role tokens). `ids` begin with the token before, as decoding drops a first blank."""
+        tokens absorb it (Phi-3's role tokens). `ids` begin one token before it, as decoding drops a first blank."""
         if not answer[:1].isspace() or not answer.strip():
             return
         word = answer.split()[0]

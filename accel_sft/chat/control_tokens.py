@@ -42,8 +42,8 @@ class ControlTokens:
     """Guards texts against being read as control tokens, and tokenizes what a template made of guarded texts.
 
     A guarded text has GUARD between the characters of each control token, and goes through the template like that. In
-    the rendering, control tokens without a guard are therefore the template's own. They are respelled, with OWN around
-    them, guards are removed, and the result is tokenized by a copy of the tokenizer that knows only that spelling.
+    the rendering, control tokens without a guard are therefore the template's own. These get OWN around them, guards
+    are removed, and a copy of the tokenizer that knows only the spelling with OWN tokenizes the result.
 
     Attributes:
         as_text: whether texts are guarded: only if requested, and if the tokenizer is fast (of the library tokenizers).
@@ -117,7 +117,7 @@ class ControlTokens:
 
     @functools.cached_property
     def begin(self) -> list[int]:
-        """What the tokenizer puts before a text by itself: its bos, or nothing."""
+        """Tokens that the tokenizer itself puts before a text: its bos, or nothing."""
         with_begin, (plain,) = self.tokenizer("a")["input_ids"], self.ids(["a"])
         at = next((at for at in range(len(with_begin)) if with_begin[at : at + len(plain)] == plain), 0)
         return list(with_begin[:at])
@@ -135,8 +135,8 @@ class ControlTokens:
 
     @functools.cached_property
     def _copied(self) -> tuple[Any, dict[int, int]]:
-        """A copy of the tokenizer that spells special tokens with OWN around them; and their real ids by the copy's
-        ids."""
+        """A copy of the tokenizer that spells special tokens with OWN around them, and these tokens' real ids by
+        their ids in the copy."""
         copied = copy.deepcopy(self.tokenizer.backend_tokenizer)
         copied.no_truncation()
         copied.no_padding()

@@ -28,7 +28,7 @@ _GIVEN = {
     *("messages", "conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"),
     *("continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
 }
-"""What the trainer itself gives the chat template, or the method that renders it."""
+"""Names that the trainer itself passes to the chat template, or to the method that renders it."""
 
 
 class Conversation(NamedTuple):
@@ -111,7 +111,7 @@ def divided(chat: Conversation) -> tuple[str | None, str]:
 
 
 def wanted(chat: Conversation, thinking: str | None) -> str:
-    """The text that an answer is scored against: the target; under `--thinking keep`, without its thinking."""
+    """The text that an answer is scored against: the target, or the target without thinking under `--thinking keep`."""
     return divided(chat)[1] if thinking == "keep" else chat.target
 
 
@@ -121,7 +121,7 @@ def no_text(text: str) -> bool:
 
 
 def from_task(failed: str, call: Callable[[], Given]) -> Given:
-    """Return what `call`, the task's own code, returns; its error, with cause and line, is reported after `failed`."""
+    """Return the result of `call`, the task's own code. If it fails, a UserError has `failed`, cause and line."""
     try:
         return call()
     except UserError:
@@ -144,7 +144,7 @@ def read_split(task: Task, split: str) -> Sequence[Any]:
 
 def limited_examples(examples: Sequence[Any], limit: str | None) -> Sequence[Any]:
     """As many of a split's examples as `--train-limit` says (a number, or a share rounded down, but at least one); all
-    without a limit. Rows are sampled, as files are often sorted; of other examples the first ones are taken."""
+    without a limit. Rows are sampled, since files are often sorted; other examples are taken from the beginning."""
     if limit is None:
         return examples
     share = limit.endswith("%")

@@ -87,8 +87,8 @@ def _refusal(where: str, text: Rendered, target: str, *, thinks: bool) -> Answer
 
 
 def _missing(turns: Turns, prompt: str) -> tuple[str, str] | None:
-    """The first text of a turn that a rendered prompt lacks, after the turn's role. Turns with calls and JSON results
-    of tools do not count: templates rewrite them or leave them out."""
+    """Role and text of the first turn whose text a rendered prompt lacks; None if it lacks none. Turns with calls, and
+    tools' results in JSON, do not count: templates rewrite them or leave them out."""
     for turn in turns:
         if "tool_calls" in turn or (turn["role"] == "tool" and turn["content"].lstrip()[:1] in ("{", "[")):
             continue

@@ -19,13 +19,13 @@ from accel_sft.chat.rendering import Rendered, Rendering
 from accel_sft.chat.template import Rejected
 
 _PART_EXAMPLES, _PART_CHARACTERS = 512, 1 << 18
-"""This many examples, or characters, are tokenized together, so that memory does not grow with the data."""
+"""Examples are tokenized in parts of about this many examples or characters, so that memory does not grow."""
 _EDGE = 32
 """Pixels of a blank image's edges. Processors enlarge it if it is too small for them."""
 Part = list[tuple[int, Conversation]]
 """Examples of a split: the index and the conversation of each."""
 Answer = tuple[Conversation, Rendered, tuple[list[int], list[int]]]
-"""An answer: the conversation that ends with it, its texts, and the tokens of its prompt and of prompt and answer."""
+"""An answer: the conversation that ends with it, its texts, its prompt's tokens, and those of prompt and answer."""
 OnRefused = Callable[[int, UserError], None]
 """Takes the index of an example that cannot be encoded, and the reason."""
 
@@ -127,7 +127,7 @@ class _Encoder:
         if not text.strip() or not ids:
             return []
         end = [self.tokens.tokenizer.eos_token_id]
-        if not self.rendering.control.as_text:  # the text may contain the tokens of its begin and of its end
+        if not self.rendering.control.as_text:  # the text itself may begin with bos and end with eos
             begin = [] if ids[: len(begin)] == begin else begin
             last = self.rendering.text_ids(text.rstrip())
             if last[-1:] and last[-1] in self.rules.eos_ids:

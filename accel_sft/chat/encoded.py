@@ -138,6 +138,6 @@ def end_of_turn_ids(tokenizer: Any, generation_config: Any = None) -> set[int]:
 
 
 def named_ends(generation_config: Any) -> set[int]:
-    """The ids at which a model's generation settings, if it has some, say that generation stops."""
+    """The ids at which generation stops by a model's generation settings; none without such settings."""
     named = getattr(generation_config, "eos_token_id", None)
     return {*(named if isinstance(named, list) else [named])} - {None}

@@ -16,7 +16,7 @@ ANSWER, _THOUGHT, _TURN = "\ue000\ue001", "\ue002\ue003", "\ue004{}\ue005"
 
 
 HEADER_LEARNT = "warning D215: the model learns to write"
-"""Begins the note on a template whose prompts do not end with the answer's header; docs/check.md has the code."""
+"""Begins the note on a template whose prompts do not end with the answer's header; docs/check.md explains its code."""
 _OPENED = re.compile(
     r"(?:(?P<bracket><\|?|\[|◁)"
     r"(?P<name>(?!END|end_of)[\w:]*(?:think|thought|reason)[\w:]*)"
@@ -43,11 +43,12 @@ class Form:
         lead: what the template writes between the prompt and the answer.
         tail: what the template writes after the answer.
         closing_mark: the mark that closes the block opened by the generation prompt; "" if it opens none.
-        closing: text that closes that block if the template does not.
+        closing: text that the trainer adds to close that block if the template does not.
         prompt_end: text appended to prompts under `--thinking off`: the end of a block that the prompt opens.
-        thinking_as: how a target's thinking is given: in the "content", in its own "field", or "written" by Rendering.
+        thinking_as: how a target's thinking gets into the text: through the template, in the "content" or in a "field"
+            of its own; or "written" after the prompt by Rendering.
         thinking_marks: the texts before the thinking, and between the thinking and the answer.
-        own_system: the beginning of the system prompt that the template writes where no turn is the system's.
+        own_system: the beginning of the system prompt that the template writes if no turn has the role system.
     """
 
     folds_system: bool = False
@@ -171,8 +172,8 @@ class Forms:
         return form
 
     def _between(self, form: Form, turns: Turns, prompt: str, head: str, split: str, offered: dict[str, Any]) -> Form:
-        """Return `form` with what stands between prompt and answer: where `prompt` and `head`, the rendering
-        up to the answer, begin to differ."""
+        """Return `form` with the texts between prompt and answer. They begin where `prompt` differs from `head`, the
+        rendering up to the answer."""
         at = _parting(prompt, head)
         unwritten, lead, instead = prompt[at:], head[at:], ""
         # sound if the texts differ only after the last turn, and only by marks, not by words such as another header
@@ -206,7 +207,7 @@ class Forms:
             texts = (turn["content"].strip() for turn in turns if "tool_calls" not in turn)
             # templates often drop the text of turns with calls
             complete = ANSWER in full_text and all(text in prompt for text in texts)
-            if complete and not (form.parts and re.search(r"'text'|\"text\"", full_text)):  # the list was printed
+            if complete and not (form.parts and re.search(r"'text'|\"text\"", full_text)):  # the list as text
                 return accepted[-1]
         if not accepted:
             raise refused[0]
@@ -263,7 +264,7 @@ def closing_mark(text: str) -> str | None:
 
 
 def _own_system(prompt: str, first: str) -> str:
-    """The beginning of what a prompt has before its `first` turn, if that is more than a header of one or two words."""
+    """The beginning of what a prompt has before its `first` turn; "" if that is only a header of one or two words."""
     begin, written, _ = prompt.partition(first)
     own = " ".join(MARK.sub(" ", begin).split()).removeprefix("system ").removesuffix(" user")
     return one_line(own) if written and len(re.findall(r"[^\W\d_]+", own)) > 2 else ""

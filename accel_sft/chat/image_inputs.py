@@ -29,11 +29,11 @@ _TYPES = "token_type_ids"
 
 @dataclasses.dataclass(frozen=True)
 class RowImages:
-    """The images of a row: the first `count` of the example at `index` of the split.
+    """A row's images: the first `count` images of the split's example number `index`.
 
     Attributes:
         digest: 128 bits of the SHA-256 of the images and of the processor's settings.
-        source: reads the images again; None until the row is read back.
+        source: reads the images again; None until the row is read from a token store.
     """
 
     index: int
@@ -43,7 +43,7 @@ class RowImages:
 
     @property
     def origin(self) -> ImageSource | GivenImages:
-        """`source`, which the images of a row that was read back always have."""
+        """`source`; after a row is read from a token store, it is never None."""
         assert self.source
         return self.source
 
@@ -142,8 +142,8 @@ class ImageInputs:
         return inputs
 
     def begin(self, pictured: list[RowImages]) -> None:
-        """Have a thread run the processor for the rows whose `tensors` are made next: it takes 5 to 90 ms an image, in
-        which a GPU would idle. The images are read in the calling thread, as a task need not be thread-safe."""
+        """Have a thread run the processor for the rows whose `tensors` are made next: a GPU would idle for the 5
+        to 90 ms that an image takes. The images are read in the calling thread, as a task need not be thread-safe."""
         self._ahead = pictured, _THREAD.submit(self._processed, pictured, self._opened(pictured))
 
     def ids(self, images: RowImages) -> list[int]:

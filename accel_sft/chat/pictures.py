@@ -37,7 +37,7 @@ class Picture:
     def __init__(self, given: Any, number: int = 1) -> None:
         self.given, self.number = given, number
 
-    def __repr__(self) -> str:  # the hash of a conversation covers it
+    def __repr__(self) -> str:  # part of a conversation's hash
         return f"Picture({self.digest})"
 
     @functools.cached_property

@@ -94,7 +94,7 @@ class Rendering:
 
     @property
     def begin(self) -> list[int]:
-        """What the tokenizer puts before a text by itself: its bos, or nothing."""
+        """Tokens that the tokenizer itself puts before a text: its bos, or nothing."""
         return self.control.begin
 
     def text_ids(self, text: str) -> list[int]:
@@ -104,7 +104,7 @@ class Rendering:
     def ends(self) -> list[int]:
         """The special tokens that the template writes after an answer; [] if there is no template, or it fails.
 
-        Those that also end a question's turn come first, then the answer's own (such as `</answer>`), last first.
+        Tokens that also end a user's turn come first, then those that only end answers (`</answer>`), in reverse order.
         """
         if self.template.concatenates:
             return []
@@ -120,8 +120,8 @@ class Rendering:
         return sorted(answer_ends, key=[*question_ends, *answer_ends[::-1]].index)
 
     def call_ends(self) -> list[int]:
-        """The special tokens after a turn's last call, if the last of them, such as `<|call|>`, ends the turn: two
-        calls have it once. Else [], also if the template takes no calls."""
+        """The special tokens after a turn's last tool call, if the last of these tokens, such as `<|call|>`, ends the
+        turn and not each call (two calls have it only once). Else [], also if the template takes no calls."""
         for calls in () if self.template.concatenates else ([_CALL, _CALL], [_CALL]):
             turns: Turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
             try:

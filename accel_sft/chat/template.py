@@ -50,7 +50,7 @@ class ChatTemplate:
         try:
             if control.tokenizer.chat_template is not None:
                 self.source = dated(control.tokenizer.get_chat_template(), day)
-                self._of_tools = dated(control.tokenizer.get_chat_template(tools=[]), day)  # may be one named tool_use
+                self._of_tools = dated(control.tokenizer.get_chat_template(tools=[]), day)  # may be named tool_use
         except ValueError as error:  # the tokenizer has several named templates and no default
             raise UserError(f"the model's chat template cannot be chosen: {one_line(str(error))}") from error
         self.concatenates = not self.source
@@ -125,6 +125,6 @@ def dated(template: str, day: str | None) -> str:
 
 
 def _has_python_arguments(turns: Turns, text: str) -> bool:
-    """Whether a template wrote a call's arguments, an object, as Python's repr; it may expect JSON text instead."""
+    """Whether a template wrote a call's arguments, an object, as Python's repr; the template may expect JSON text."""
     every = (call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ()))
     return any(str(arguments) in text and str(arguments) != json.dumps(arguments) for arguments in every)

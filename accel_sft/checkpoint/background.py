@@ -36,16 +36,16 @@ POLL_SECONDS = 0.05
 LINGER_SECONDS = 5.0
 """Seconds that rank 0 of a failing run waits for other ranks' checkpoint files."""
 MOST_SPARE_BYTES = 64 << 20
-"""Maximum number of bytes that must stay free on the disk for a run's other files. For a small checkpoint a third of
-its size is enough: exported weights take that much."""
+"""Maximum number of bytes that must stay free on the disk for a run's other files. For a small checkpoint, a third of
+its size is enough: exported weights are about that large."""
 
 
 class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     """Writes checkpoints of a model and its optimizer state, one at a time; `keep` is `--keep-checkpoints`.
 
     `save` copies this rank's part to host memory, which the next checkpoint reuses. A worker thread writes and hashes
-    the copy and, on rank 0, publishes the checkpoint once every rank's files are on the disk; the thread takes part in
-    no collective. Without room for the copy, training waits while files are copied and written one by one, and this is
+    the copy and, on rank 0, publishes the checkpoint once every rank's files are on the disk; the thread calls no
+    collective. Without room for the copy, training waits while files are copied and written one by one, and this is
     logged. The worker does its jobs in order: an export (best/) is complete before the next checkpoint.
     """
 
@@ -62,7 +62,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     ) -> None:
         self.accelerator, self.model, self.optimizer, self.averages = accelerator, model, optimizer, averages
         self.launch, self.run_dir, self.keep, self.log = launch, run_dir, keep, log
-        self._has_room: bool | None = None  # for a copy; unknown before the first one
+        self._has_room: bool | None = None  # whether a copy fits; None before the first checkpoint
         self._memory: shards.HostCopy | None = None
         self._worker = futures.ThreadPoolExecutor(1, "checkpoint")
         self._export: Future[None] | None = None
@@ -71,7 +71,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self._given_up = threading.Event()  # set when rank 0 stops waiting for other ranks' files
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """After an error, finish the current writes; other ranks may be gone."""
+        """After an error, finish this rank's current writes without other ranks, which may be gone."""
         if kind is not None:
             futures.wait([job for job in self._begun if job is not self._published])
             futures.wait(self._begun, LINGER_SECONDS)
@@ -80,7 +80,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
     @property
     def failed(self) -> bool:
-        """Whether this rank could not write; `finish` then raises the reason on all ranks."""
+        """Whether a write of this rank has failed; `finish` then raises the error on all ranks."""
         return any(job.done() and job.exception() for job in self._begun)
 
     @property
@@ -145,7 +145,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self._export = self._submit(write or (lambda: None))
 
     def finish(self) -> None:
-        """Wait until all begun writes are complete; all ranks call this, and raise if one rank could not write."""
+        """Wait until all begun writes are complete; all ranks call this, and all raise if a rank could not write."""
         self._finish_checkpoint()
         self._agree(self._export)
         self._export = None
@@ -169,7 +169,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         return self._worker.submit(self._explained, work, *arguments)
 
     def _done(self, work: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Do the work in this thread; errors are raised by `finish`, as the worker's are."""
+        """Do the work in this thread; `finish` raises its errors, as it raises the worker's."""
         job = Future[Result]()
         try:
             job.set_result(self._explained(work, *arguments))
@@ -191,7 +191,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def _write(
         self, write: Callable[..., manifest.Entries], pieces: Iterable[shards.Piece], partial: Path
     ) -> manifest.Entries:
-        """After any export has succeeded, write this rank's files, and for rank 0 a list of their sizes and SHA-256."""
+        """Write this rank's files, once any export has succeeded, and for rank 0 a list of their sizes and SHA-256."""
         if self._export is not None:
             self._export.result()
         files = write(pieces)
@@ -216,7 +216,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         manifest.write(partial, {**about, "before": before, "kept": stay}, files)
         put_in_place(partial, target)
         write_atomically(self.run_dir.latest, target.name + "\n")
-        # later checkpoints do not count: they are damaged, or the run was resumed from an earlier step
+        # later steps' checkpoints do not count: they are damaged, or the run was resumed from an earlier step
         for old in [path for path in earlier if step_of(path) not in stay]:
             remove(old)
 
@@ -237,8 +237,8 @@ def check_disk(
 
 
 def checkpoint_bytes(model: Any, *, averaged: bool = False, in_pinned_memory: bool = False) -> int:
-    """Maximum size in bytes of this model's checkpoint, all ranks together: on the disk, or in pinned host memory,
-    where each tensor's size is rounded up."""
+    """Maximum size in bytes of this model's checkpoint, over all ranks: on the disk, or in pinned host memory, where
+    each tensor's size is rounded up."""
     sizes: list[float] = [getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad]
     if in_pinned_memory:
         sizes = [pinned(FLOAT32 * size) / FLOAT32 for size in sizes]

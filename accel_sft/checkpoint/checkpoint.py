@@ -26,7 +26,7 @@ from accel_sft.launch.precision import type_in_files
 
 
 def settle(run_dir: RunDir) -> None:
-    """Clean up after a kill: restore a folder whose replacement was not in place yet, remove what is half-written."""
+    """Clean up after a kill: restore a folder whose replacement was not in place yet; remove half-written files."""
     for folder in (run_dir.path, run_dir.checkpoints, run_dir.samples):
         for temporary in abandoned(folder):
             temporary.unlink()
@@ -106,8 +106,8 @@ def export(
     base: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> None:
     """Write all weights for plain transformers, or an adapter alone for peft, with tokenizer, model card and the files
-    `beside`. `behind` writes in the background, if host memory has room for a copy. Weights are rounded to `dtype`;
-    `base` is the config.json of the model that full weights were trained from."""
+    `beside`. With `behind`, this object writes in the background, if host memory has room for a copy. Weights are
+    rounded to `dtype`; `base` is the config.json of the model that full weights were trained from."""
     if behind:
         behind.finish()
     unwrapped, main = accelerator.unwrap_model(model), accelerator.is_main_process
@@ -118,7 +118,7 @@ def export(
         unwrapped.save_pretrained(str(partial), state_dict=weights)
         if not adapter:
             complete_config(partial, str(dtype).removeprefix("torch.") if dtype else None, base)
-        if adapter and unwrapped.get_base_model().can_generate():  # peft saves none, and the base's may stop elsewhere
+        if adapter and unwrapped.get_base_model().can_generate():  # peft saves no generation config
             unwrapped.get_base_model().generation_config.save_pretrained(str(partial))
         (partial / "README.md").write_text(card, encoding="utf-8")
         for file in beside:
@@ -143,7 +143,7 @@ def export(
 
 
 def _copy(weights: dict[str, torch.Tensor], model: Any, dtype: torch.dtype | None) -> None:
-    """Replace the weights, which training changes, by copies in host memory; tied names still share one tensor."""
+    """Replace the weights by copies in host memory, as training changes them; tied names still share one tensor."""
     names_of: dict[int, list[str]] = {}
     for name, tensor in weights.items():
         names_of.setdefault(id(tensor), []).append(name)
@@ -156,7 +156,7 @@ def _copy(weights: dict[str, torch.Tensor], model: Any, dtype: torch.dtype | Non
 def _weights_to_export(
     accelerator: Accelerator, model: Any, unwrapped: Any, *, adapter: bool
 ) -> dict[str, torch.Tensor]:
-    """The weights to export by name, either an adapter's or all; {} on ranks that do not write."""
+    """The weights to export, by name: an adapter's or all weights; {} on ranks that do not write."""
     if adapter or tensor_ranks(accelerator) > 1:
         named = unwrapped.named_parameters() if adapter else unwrapped.state_dict(keep_vars=True).items()
         weights = _whole_weights(accelerator, ((name, p) for name, p in named if p.requires_grad or not adapter))

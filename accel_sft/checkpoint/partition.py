@@ -1,5 +1,5 @@
-"""Finds which slice of each parameter and of its Adam state this rank owns, under ZeRO 0-3, DDP, FSDP and tensor
-parallelism."""
+"""Finds which slice of each parameter, and of the parameter's Adam state, this rank owns, under ZeRO 0-3, DDP, FSDP and
+tensor parallelism."""
 
 import math
 from collections.abc import Iterator
@@ -104,8 +104,8 @@ def _of_parameters(
 
 
 def _free_gathered(model: Any) -> None:
-    """Free the weights that FSDP left gathered after an evaluation (with `reshard_after_forward` off): until then they
-    replace the shards that the optimizer updates."""
+    """Free the weights that FSDP left gathered after an evaluation (with `reshard_after_forward` off): while gathered,
+    they replace the shards that the optimizer updates."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -170,7 +170,7 @@ def _of_stage_3(accelerator: Accelerator, zero: Any, names: dict[int, str], writ
 
 
 def _in_rows(tensor: Any) -> list[Any]:
-    """The placements with which each rank has complete rows of a sharded tensor."""
+    """The placements under which each rank has complete rows of a sharded tensor."""
     from torch.distributed.tensor import Shard
 
     return [placement if placement.is_replicate() else Shard(0) for placement in tensor.placements]

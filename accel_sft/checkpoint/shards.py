@@ -1,9 +1,9 @@
 """Writes a checkpoint's trained weights and optimizer state, by parameter, and reads them under any parallelism.
 
 Under every backend each rank owns spans of flattened parameters, in float32, and AdamW's two moments (or another
-optimizer's state) of the same elements. The rank writes each span under its parameter's name and offset. Nothing
-is gathered, and a rank under another parallelism reads the elements that it owns. Files are safetensors; numbers are
-read back bit for bit.
+optimizer's state) of the same elements. The rank writes each span under its parameter's name and offset. Nothing is
+gathered; after a change of parallelism, each rank reads the elements that it owns then. Files are safetensors; numbers
+are read back bit for bit.
 """
 
 import json
@@ -73,9 +73,9 @@ class HostCopy(dict[str, torch.Tensor]):
 class Averages:
     """Float32 averages of the tensors that the optimizer updates; under ZeRO, of this rank's float32 copies.
 
-    Averages start as the first weights. Update t (from 0) keeps the share min(decay, (1 + t) / (10 + t)) of the
-    averages and takes the rest from the weights, as TensorFlow's ExponentialMovingAverage does. With a constant decay
-    of 0.999, the first weights would still make up 60% of the averages after 500 steps.
+    Averages start as copies of the first weights. Update t (from 0) multiplies the averages by d = min(decay, (1 + t) /
+    (10 + t)) and adds 1 - d times the weights, as TensorFlow's ExponentialMovingAverage does. With a constant decay of
+    0.999, the first weights would still make up 60% of the averages after 500 steps.
     """
 
     def __init__(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, decay: float) -> None:
@@ -94,7 +94,7 @@ class Averages:
 
     def put_in(self) -> None:
         """Have the model compute with the averages until `take_out`, which restores every bit; all ranks call it. Under
-        DeepSpeed the averages are copied to the forwards' weights, else swapped with the weights, tensor by tensor."""
+        DeepSpeed the averages are copied to the forwards' weights; otherwise both are swapped, tensor by tensor."""
         masters = []
         for partition, average in zip(self._partitions(), self.tensors, strict=True):
             if partition.copied:
@@ -135,8 +135,9 @@ def copied(
     averages: Averages | None = None,
     memory: HostCopy | None = None,
 ) -> Iterator[Piece]:
-    """Yield copies of this rank's spans, file by file; every rank must consume all of them, in its main thread. Copies
-    in `memory` are complete after the last piece; without `memory`, each piece has its own tensors."""
+    """Yield copies of this rank's spans, file by file; every rank must consume all of them, in its main thread. With
+    `memory`, copying is asynchronous: read no piece before the last one has been yielded. Without it, each piece is
+    complete when yielded and owns its tensors."""
     piece: Piece = {}
     size, on_gpu = 0, accelerator.device.type == "cuda"
 
@@ -172,12 +173,12 @@ def copied(
 
 
 def write(pieces: Iterable[Piece], folder: Path, rank: int) -> manifest.Entries:
-    """Write each piece as a file of this rank, to the disk; returns the files' sizes and SHA-256."""
+    """Write each piece to the disk, as a file of this rank; returns the files' sizes and SHA-256."""
     files = {}
     for number, piece in enumerate(pieces):
         name = f"rank-{rank:04d}-{number:03d}.safetensors"
         files[name] = manifest.write_hashed(folder / name, _safetensors(piece))
-        piece.clear()  # before the next piece is copied: without `memory`, two pieces would exist at once
+        piece.clear()  # before the next piece is copied: without `memory`, two pieces would exist together
     return files
 
 
@@ -197,7 +198,7 @@ def _safetensors(piece: Piece) -> Iterator[memoryview]:
 
 
 def read(accelerator: Accelerator, model: Any, optimizer: Any, folder: Path, averages: Averages | None = None) -> None:
-    """Read from `folder`, which has a manifest, what `write` wrote under any parallelism; every rank calls this."""
+    """Read what `write` wrote to `folder` under any parallelism; every rank calls this. The folder has a manifest."""
     stored, counted = _Stored(folder), set()
     for number, partition in enumerate(partitions(accelerator, model, optimizer, writing=True)):
         for span in partition.spans:
@@ -231,9 +232,9 @@ def read_extra(folder: Path) -> Extra:
 
 
 def _count_up(optimizer: Any, steps: int) -> None:
-    """Run this many steps of DeepSpeed's CPU Adam on a tensor of zeros. The optimizer multiplies the powers of its
-    betas step by step; started at a later step, it would compute them directly, with a different last bit."""
-    # the group has the run's betas; the optimizer's defaults stay the library's own under accelerate
+    """Run this many steps of DeepSpeed's CPU Adam on a tensor of zeros. The optimizer multiplies up the powers of its
+    betas step by step. If it began at a later step, it would compute them directly, with other last bits."""
+    # the group has the run's betas; under accelerate, the optimizer's `defaults` keep the library's own
     beta1, beta2 = optimizer.param_groups[0]["betas"]
     zeros = [torch.zeros(1) for _ in range(4)]
     for step in range(1, steps + 1):
@@ -241,7 +242,7 @@ def _count_up(optimizer: Any, steps: int) -> None:
 
 
 def loss_scale(accelerator: Accelerator, model: Any) -> dict[str, float]:
-    """State of the float16 loss scaler; {} in other precisions."""
+    """The state of the float16 loss scaler; {} in other precisions."""
     if accelerator.scaler is not None:
         return dict(accelerator.scaler.state_dict())
     scaler = _deepspeed_scaler(accelerator, model)
@@ -249,7 +250,7 @@ def loss_scale(accelerator: Accelerator, model: Any) -> dict[str, float]:
 
 
 def set_loss_scale(accelerator: Accelerator, model: Any, saved: dict[str, float]) -> None:
-    """Restore the loss scaler's state. If another library saved it, a new scale is searched, which skips some steps."""
+    """Restore the loss scaler's state. If another library saved it, a new scale is searched; some steps are skipped."""
     if accelerator.scaler is not None:
         if saved.keys() == accelerator.scaler.state_dict().keys():
             accelerator.scaler.load_state_dict(saved)
@@ -274,7 +275,7 @@ class _Stored:
 
         self.folder = folder
         self.places: dict[tuple[str, str], dict[int, tuple[int, Any, str]]] = {}
-        for path in manifest.paths(folder):  # not other files of the folder
+        for path in manifest.paths(folder):  # only the checkpoint's own files
             try:
                 file: Any = safe_open(path, framework="pt")
                 for key in file.keys():  # noqa: SIM118, not a mapping
@@ -288,7 +289,7 @@ class _Stored:
                 ) from None
 
     def copy(self, kind: str, span: Span, into: Any) -> None:
-        """Copy the span's elements of this kind to the span's place in the tensor `into`."""
+        """Copy this kind's elements of the span to the span's place in the tensor `into`."""
         heartbeat()
         rows = by_rows(into)
         target, copied = flat(rows)[span.offset : span.offset + span.size], 0
@@ -307,13 +308,13 @@ class _Stored:
             )
 
     def tensor(self, kind: str, name: str) -> torch.Tensor:
-        """The tensor of this kind and name, which is not cut into spans."""
+        """The whole tensor of this kind and name (one that was not saved in spans)."""
         ((_, file, key),) = self.places[kind, name].values()
         tensor: torch.Tensor = file.get_tensor(key)
         return tensor
 
     def step(self, span: Span) -> float:
-        """How often the optimizer had updated the parameter."""
+        """How often the optimizer had updated the span's parameter."""
         places = self.places.get(("step", span.name), {}).values()
         return max((file.get_tensor(key).item() for _, file, key in places), default=0.0)
 

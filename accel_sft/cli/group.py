@@ -34,8 +34,8 @@ class TaskGroup(click.Group):
         self.tool = tool
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Where an option stands instead of the task's name, take the name from after the `--config` file
-        (`--config run.yaml math` is `math --config run.yaml`), or else from the file."""
+        """If an option comes first, where the task's name belongs, take the word after the `--config` file as the name
+        (`--config run.yaml math` becomes `math --config run.yaml`), or else read the name from the file."""
         path, behind = _config_file(args) if args and args[0].startswith("-") else (None, 0)
         if path and args[behind:] and not args[behind].startswith("-"):
             args = [args[behind], *args[:behind], *args[behind + 1 :]]
@@ -57,7 +57,7 @@ class TaskGroup(click.Group):
         return [*registry.names(), *self.commands]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a task's or a tool's command. While a shell completes, only shipped plugins are imported."""
+        """Return a task's or a tool's command. During shell completion, only shipped plugins are imported."""
         if tool := super().get_command(ctx, cmd_name):
             return tool
         summaries = {plugin.name: plugin.summary for plugin in registry.plugins()}
@@ -85,14 +85,14 @@ class TaskGroup(click.Group):
             formatter.write_text(f"Options: {ctx.command_path} TASK --help")
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete names, and paths of files that a task may be in."""
+        """Complete names of commands, and paths of files that may hold a task."""
         if incomplete.startswith((".", "/", "~")) or "/" in incomplete:
             return [CompletionItem(incomplete, type="file")]
         return super().shell_complete(ctx, incomplete)
 
 
 def _config_file(args: list[str]) -> tuple[str | None, int]:
-    """The value of `--config` among these words, and the index of the word after that value."""
+    """The value of `--config` among these words, and the index of the word after it; (None, 0) without `--config`."""
     for place, word in enumerate(args):
         if word == "--":
             break

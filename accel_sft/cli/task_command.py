@@ -27,7 +27,7 @@ from accel_sft.rows.sources import absent_rows
 _HELP_ALL = f"{__name__}.help_all"
 """A key that is in a context's `meta` if `--help-all` was given."""
 _SHORT_HEADINGS = {ADAPTER: MODEL, DATA: "Training", OPTIM: "Training", EVAL: "Training"}
-"""The heading under which `--help` lists the few options of a section; `--help-all` has each section's own."""
+"""Headings of the sections that `--help` merges, as it lists few of their options. `--help-all` merges none."""
 
 
 def _show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -46,7 +46,7 @@ _ALL = click.Option(["--help-all"], help="Show every option and exit.", **_EAGER
 class TaskCommand(click.Command):
     """A command with a task's options and the trainer's, grouped by section in its help.
 
-    `--help` lists the options in `listed`, `--help-all` all. `task_class` is None while a shell completes.
+    `--help` lists the options in `listed`, `--help-all` all. `task_class` is None during shell completion.
     """
 
     name: str
@@ -76,8 +76,8 @@ class TaskCommand(click.Command):
         super().__init__(name, params=params, help=help, context_settings=completing)
 
     def _words_of_a_run(self, ctx: click.Context) -> Callable[[Sequence[str]], Any]:
-        """Return a function of a run's words. It returns the names of the options in them, and a function that reads
-        the settings."""
+        """Return a function that parses the words of a run. Its result: the names of the options among the words,
+        and a function that reads the trainer's settings and the task from them."""
         trains = TaskCommand(self.name, self.task_class, "")
 
         def parse(words: Sequence[str]) -> tuple[set[str], Callable[[], tuple[TrainConfig, Task]]]:
@@ -104,7 +104,8 @@ class TaskCommand(click.Command):
             formatter.write_text(f"Every option: {ctx.command_path} --help-all")
 
     def _short_row(self, ctx: click.Context, option: click.Option) -> tuple[str, str] | None:
-        """Return an option without its limits, and without --no- if it is off by default; None if it is not listed."""
+        """Return an option's row for `--help`: without its limits, and without --no- if it is off by default. None for
+        an option that `--help` does not list."""
         if option.name not in self.listed:
             return None
         setting = next((s for offered in self.offers.values() for s in offered if s.name == option.name), None)
@@ -199,14 +200,15 @@ class TaskCommand(click.Command):
             names = {s.flag: getattr(task, s.name) for s in self.task_settings if s.rows}
             problems = [line for flag, name in names.items() if name for line in absent_rows(name, flag)]
             models = {"--model": config.model, "--base": getattr(config, "base", None)}
-            models = {} if getattr(config, "url", None) else models  # --model is then a server's name
+            models = {} if getattr(config, "url", None) else models  # --model then names a server's model
             problems += [line for flag, name in models.items() if name for line in absent_weights(name, flag)]
         if problems:
             raise UserError(*dict.fromkeys(problems))
         return tuple(built)
 
     def _built(self, cls: type, values: dict[str, Any], of_run: dict[str, Any]) -> Any:
-        """Build settings from `values`, without those of a run's record (`of_run`) that conflict with given ones."""
+        """Build settings from `values`. Values from a run's record (`of_run`) are left out if they conflict with given
+        ones."""
         try:
             return registry.build(self.name, cls, values)
         except UserError as error:
@@ -224,7 +226,7 @@ def _is_typed(ctx: click.Context, name: str) -> bool:
 
 
 def _refuse_clashes(task: str, params: Iterable[click.Parameter]) -> None:
-    """Refuse a tool if one of its own options is also the task's. For options of training, `api/task.py` does this."""
+    """Refuse a tool if one of its own options is also the task's; `api/task.py` checks the options of training."""
     flags = collections.Counter(flag for option in params for flag in (*option.opts, *option.secondary_opts))
     if clash := " and ".join(flag for flag, times in flags.items() if times > 1):
         raise UserError(f"task {task}: option {clash} is this command's own and the task's too; rename it in the task")

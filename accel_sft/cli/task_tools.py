@@ -1,4 +1,4 @@
-"""A table of the commands that take a task: which options each takes, which ones its help lists, and what it runs."""
+"""A table of the commands that take a task, with each command's options, those in its help, and what it runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TaskTool:
 
     @property
     def section(self) -> str:
-        """Heading of the tool's own settings, which stand first in its help and are all listed; "" without any."""
+        """Heading of the tool's own settings, which come first in its help and are all listed; "" if it has none."""
         return next((s.section for s in settings(self.config_class) if s.section not in SECTIONS), "")
 
 
@@ -76,7 +76,7 @@ def _runs(module: str, function: str = "run") -> Callable[..., None]:
 def _settings_of_the_run(
     name: str, task_settings: Sequence[Setting], model: str, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the task's settings that the run of `--model` recorded, without those given; raises UserError."""
+    """Return the task's settings that the run of `--model` recorded, except those in `given`; {} if there is no run."""
     from accel_sft.io.run_dir import RunDir
     from accel_sft.io.run_record import recorded_options
 

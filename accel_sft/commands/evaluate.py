@@ -1,4 +1,4 @@
-"""The command `evaluate`: scores a model, and the one that `--base` names, on a task's validation examples."""
+"""The command `evaluate`: scores a model, and also the model that `--base` names, on a task's validation examples."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ from accel_sft.training.prepare import Assembly
 
 
 def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
-    """Score `--model`, and `--base` if given, on any launch; or score the server at `--url`. Print the scores side by
+    """Score `--model`, and `--base` if given, in any launch; or score the server at `--url`. Print the scores side by
     side, and write `--output-dir`."""
     if config.url:
         return _served(task_name, task, config)
@@ -149,7 +149,7 @@ def _differences(trained: Trained, task_name: str, precision: str) -> list[str]:
 
 
 def _remembered(trained: Trained, task_name: str, task: Task) -> list[str]:
-    """Return a warning if the run was trained on validation examples of this evaluation.
+    """Return a warning (in a list) if the run was trained on validation examples of this evaluation; else [].
 
     The run's training rows are read again with its recorded options, if these options and `task` name the same files.
     """

@@ -38,7 +38,7 @@ def run(task: Task, out: str) -> None:
 
 
 def chat_row(chat: Conversation) -> dict[str, Any]:
-    """A conversation as a row of a chat file, or raw text; an assistant's turn without loss has `"weight": 0`."""
+    """A conversation, or raw text, as a row of a chat file; an assistant's turn without loss has `"weight": 0`."""
     if not chat.turns:
         return {"text": chat.target}
     if chat.continued:

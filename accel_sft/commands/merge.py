@@ -84,7 +84,7 @@ def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code
     source = find_source(folder)
     if problems := other_base(source):
         raise UserError(*problems)
-    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code, templated=False)  # raw text needs none
+    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code, templated=False)  # raw text: no template
     dtype = "bf16" if dtype == "bfloat16" else dtype
     model, dtype = merge(source, tokenizer, dtype, trust_remote_code=trust_remote_code)
     model.save_pretrained(target)
@@ -103,20 +103,20 @@ def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code
 
 
 def _find_converter(named: str | None) -> str:
-    """The converter's path: the one that is named, or the one on PATH."""
+    """The path of llama.cpp's converter: `named` (a file or its folder) or, if None, the converter on PATH."""
     if named:
         path = Path(named, _CONVERTER) if Path(named).is_dir() else Path(named)
         if path.is_file():
             return str(path)
         raise UserError(f"--converter {named}: no such file; name llama.cpp's {_CONVERTER}, or its folder")
-    if on_path := shutil.which(_CONVERTER, mode=os.F_OK):  # it need not be executable
+    if on_path := shutil.which(_CONVERTER, mode=os.F_OK):  # the script need not be executable
         return on_path
     raise UserError(f"--gguf: llama.cpp's {_CONVERTER} is not on PATH; clone llama.cpp, and give --converter FOLDER")
 
 
 @contextlib.contextmanager
 def _beside(target: Path) -> Iterator[Path]:
-    """Make a temporary folder beside the GGUF file to be written; raise UserError if it exists or cannot be written."""
+    """Make a temporary folder beside `target`, the GGUF file to write. UserError if it exists or cannot be written."""
     if target.exists():
         raise UserError(f"--gguf {target}: is there already; name a new file")
     try:

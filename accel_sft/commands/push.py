@@ -78,7 +78,7 @@ def push(ctx: click.Context, run: str, repo: str, **options: Any) -> None:
 
 
 def _folder(run: str, what: str | None) -> Path:
-    """The folder of the weights."""
+    """The folder of the weights: the run's `what` (best or final), or the weights that `run` usually stands for."""
     chosen = Path(run, what) if what in ("best", "final") else RunDir.weights_in(run)
     folder = expanded(str(chosen), "RUN")
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):

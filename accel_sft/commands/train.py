@@ -83,7 +83,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
 
 
 def _precision_of_run(*, output_dir: str | None, resume: str) -> str | None:
-    """Return the precision with which a resumed run began; None for a new run. A launch that names one overrides it."""
+    """Return the precision of the run to resume; None for a new run. A launch that names a precision overrides it."""
     run_dir = RunDir(expanded(output_dir or ""))
     resumes = output_dir and resume != "off" and run_dir.record.is_file() and run_dir.has_trained()
     return precision_in_record(run_dir.read_record()) if resumes else None
@@ -102,8 +102,8 @@ def _warnings(accelerator: Accelerator, task_name: str, prepared: Prepared) -> l
 def _ending(accelerator: Accelerator, run_dir: RunDir, fresh: bool, signals: StopSignals) -> Iterator[None]:
     """Inside, an exception is explained and written to result.json before it is raised again.
 
-    If a UserError comes before the first evaluation, a `fresh` folder (empty before) is deleted instead: otherwise
-    TensorBoard and `report` would list a run without values.
+    If a UserError comes before the first evaluation, a `fresh` folder (new or empty before the run) is deleted instead:
+    otherwise TensorBoard and `report` would list a run without values.
     """
     try:
         yield

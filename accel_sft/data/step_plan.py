@@ -80,7 +80,7 @@ class StepPlan:
         rows = np.empty(len(turns), dtype=np.int64)
         for source, share in enumerate(self.shares):
             mine = np.flatnonzero(self._turns[turns] == source)
-            numbers = rounds[mine] * share + self._earlier[turns[mine]]  # of the rows that the source has given
+            numbers = rounds[mine] * share + self._earlier[turns[mine]]  # rows that the source gave before
             epochs, offsets = np.divmod(numbers, len(self._rows[source]))
             for epoch in np.unique(epochs):
                 now = epochs == epoch
@@ -100,7 +100,8 @@ class StepPlan:
         return math.floor(self.epoch(step)) > math.floor(self.epoch(step - 1))
 
     def seen(self, steps: int) -> list[dict[str, Any]]:
-        """Return, for result.json, how many rows each source has, and how much of it the first `steps` steps saw."""
+        """Return, for result.json, each source's number of rows, and how many of its rows and tokens the first `steps`
+        steps saw."""
         sources_seen = []
         for source, (name, rows) in enumerate(self.sources.items()):
             count = self._count(source, self._end(steps))
@@ -111,7 +112,7 @@ class StepPlan:
         return sources_seen
 
     def mean(self, numbers: np.ndarray) -> float:
-        """Return the mean of the rows' `numbers` in the stream, where a source's weight is its share."""
+        """Return the mean of `numbers` (one for each row) over the stream, in which each source has its share."""
         weighted = [float(numbers[rows].mean()) * share for rows, share in zip(self._rows, self.shares, strict=True)]
         return sum(weighted) / sum(self.shares)
 
@@ -121,7 +122,8 @@ class StepPlan:
         return self._when(len(self._rows[self._longest]))
 
     def is_due(self, setting: str, step: int) -> bool:
-        """Whether `--eval-every` or `--save-every`, with this value, is due after `step` steps."""
+        """Whether an evaluation (or a checkpoint) is due after `step` steps, if `--eval-every` (or `--save-every`) has
+        the value `setting`."""
         if setting == "epoch":
             return self.ends_epoch(step)
         every = math.ceil(self.total_steps / 4) if setting == "auto" else int(setting) if setting != "off" else 0

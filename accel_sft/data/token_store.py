@@ -21,8 +21,8 @@ ROWS, IDS, EARLIER = FILES = "rows", "ids", "earlier"
 """The files of a store, in one folder. `rows` has a `_ROW` for each row, `ids` all token ids, and `earlier` the begin
 and end of each answer before a row's last answer. Each file has the numbers of all rows, row after row."""
 _ROW = np.dtype([*((name, "<i4") for name in ("index", "prompt", "tokens", "earlier", "images")), ("digest", "<i4", 4)])
-"""The index of a row's example, the length of its prompt, its numbers of tokens, of entries in `earlier` and of images,
-and the digest of its images (zeros if it has none)."""
+"""A row's fields: the index of its example, the length of its prompt, how many tokens, `earlier` entries and images it
+has, and the digest of its images (zeros without images)."""
 _CHUNK_TOKENS = 1 << 21
 """Number of tokens that `columns` reads at a time."""
 
@@ -75,7 +75,7 @@ class TokenStore(Sequence[Encoded]):
         return self.take(rows) if isinstance(rows, range) else self.take([rows])[0]
 
     def take(self, rows: Iterable[int]) -> list[Encoded]:
-        """Return the rows with these indices (from 0), quicker than one at a time."""
+        """Return the rows with these indices (from 0), faster than one at a time."""
         places = np.fromiter(rows, np.int64)
         begins, ends = self._offsets[places].tolist(), self._offsets[places + 1].tolist()
         firsts, lasts = self._earlier_offsets[places].tolist(), self._earlier_offsets[places + 1].tolist()
@@ -99,7 +99,8 @@ class TokenStore(Sequence[Encoded]):
                 data.madvise(mmap.MADV_DONTNEED)
 
     def text_with(self, ids: Sequence[int]) -> int | None:
-        """Return the index of the first example with one of these token ids in a row without images, or None."""
+        """Among the rows without images, find the first that has one of these token ids; return its example's index,
+        or None."""
         for columns in self.columns():
             places = np.flatnonzero(np.isin(columns.ids, ids))
             rows = np.unique(np.searchsorted(columns.offsets, places, side="right") - 1)
@@ -109,7 +110,7 @@ class TokenStore(Sequence[Encoded]):
         return None
 
     def most_of(self, ids: Sequence[int]) -> Encoded:
-        """Return the row with the most of these token ids."""
+        """Return the row in which the most tokens have one of these ids."""
         counts = [
             np.add.reduceat(np.isin(columns.ids, ids), columns.offsets[:-1], dtype=np.int64)
             for columns in self.columns()
@@ -118,7 +119,7 @@ class TokenStore(Sequence[Encoded]):
         return row
 
     def image_hashes(self) -> np.ndarray:
-        """Return 64 bits of the images' digest for each row with images, uint64."""
+        """For each row with images, return 64 bits of its images' digest, uint64."""
         return np.ascontiguousarray(self._rows["digest"][self.pictured, :2]).view(np.uint64)[:, 0]
 
     def of(self, index: int) -> list[Encoded]:
@@ -156,7 +157,7 @@ class TokenStore(Sequence[Encoded]):
         return self.take(sorted({*first, *spread, *longest.tolist(), *pictured.tolist()}))
 
     def extremes(self) -> list[Encoded]:
-        """The longest row, and the first with images, if there are any."""
+        """The longest row and, if rows have images, the first row with images."""
         return self.take([int(self.lengths.argmax()), *self.pictured[:1].tolist()] if len(self) else [])
 
 
@@ -174,7 +175,7 @@ def _mapped(path: Path) -> mmap.mmap | bytes:
 
 
 def _offsets(counts: np.ndarray) -> np.ndarray:
-    """Where each of consecutive parts with these numbers of elements begins, and where the last part ends; int64."""
+    """For consecutive parts with these numbers of elements: where each part begins, and where the last ends; int64."""
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 

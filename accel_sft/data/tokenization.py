@@ -36,7 +36,7 @@ KIND = "tokens"
 _KEPT_BESIDE_TOKENS = "left_out", "cut", "raw", "windowed", "control_tokens"
 """Fields of an Encoding that are kept beside its tokens."""
 _COMPARED = 32
-"""Maximum number of examples that every start tokenizes again, to compare the tokens with the cached ones."""
+"""Maximum number of examples that each start or resume tokenizes again, to compare the tokens with the cached ones."""
 _ANNOUNCED = 50_000
 """From this number of examples on, a line announces that they are being tokenized."""
 
@@ -45,7 +45,7 @@ class SplitEncoder:
     """Encodes a task's splits as `encode_parts` does, on all ranks of a machine together, and once for all runs.
 
     The tokens are in a TokenStore, so memory does not grow with the data. Both the constructor and a call are
-    collectives. `processor` gives the model's processor, or raises UserError; called when an example has images.
+    collectives. `processor` is called when an example has images; it returns the model's processor or raises UserError.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class SplitEncoder:
 
     def __call__(self, examples: Sequence[Any], split: str) -> StoredEncoding:
         """Return a split's tokens from the cache, or make them now and cache them. Every rank raises the error of the
-        lowest example. Examples may not differ between ranks, nor between two calls of the task's methods."""
+        first bad example. Examples may not differ between ranks, nor between two calls of the task's methods."""
         team = self.team
         keys = team.all(lambda: self.key(examples, split))
-        if len(set(keys)) > 1:  # datasets draws a fingerprint at random where it can compute none
+        if len(set(keys)) > 1:  # `datasets` draws a random fingerprint if it cannot compute one
             keys = team.all(lambda: self.key(examples, split, read=True))
         if len(set(keys)) > 1:
             raise UserError(
@@ -113,8 +113,8 @@ class SplitEncoder:
         return encoding
 
     def key(self, examples: Sequence[Any], split: str, *, read: bool = False) -> str:
-        """The entry's name in the cache, a hash. If the fingerprints of the sequence and of the task's code are known,
-        it is a hash of these; otherwise, or with `read`, it is a hash of every message and target."""
+        """The entry's name in the cache: if the fingerprints of the sequence and of the task's code are known, a hash
+        of these; otherwise, or with `read`, a hash of every message and target."""
         of_datasets = type(examples).__module__.partition(".")[0] == "datasets"
         fingerprint = getattr(examples, "_fingerprint" if of_datasets else "fingerprint", None)
         code = code_fingerprint(self.task) if fingerprint and isinstance(fingerprint, str) and not read else None
@@ -139,7 +139,7 @@ class SplitEncoder:
 
     def leniently(self, examples: Sequence[Any], split: str, folder: Path, on_refused: OnRefused) -> Encoding:
         """Encode a split for an audit, in one process and without the cache, and leave out examples that would stop
-        training. If any example is left, the result is a StoredEncoding in `folder`."""
+        training. If any example remains, the result is a StoredEncoding in `folder`."""
         refused = []
 
         def refuse(index: int, error: UserError) -> None:
@@ -234,7 +234,7 @@ def _writes() -> Iterator[None]:
 def decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
     """Return everything that decides tokens, except the examples, as JSON values."""
     own = code_fingerprint(encode_parts)
-    if own is None:  # without it, tokens that an earlier version made would be used
+    if own is None:  # without the fingerprint, tokens of an earlier version would be used
         raise UserError("accel_sft's own files cannot all be read, or are not plain files; install it again")
     cls, template = type(tokenizer), json.dumps(tokenizer.chat_template)
     model_code = None
@@ -246,7 +246,7 @@ def decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
         [cls.__qualname__, model_code, _vocabulary(tokenizer), tokenizer.eos_token_id],
         [template, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}],
         getattr(tokenizer, "split_special_tokens", None),
-        (rules.day or datetime.date.today().isoformat()) if "strftime_now" in template else None,  # as in Llama's
+        (rules.day or datetime.date.today().isoformat()) if "strftime_now" in template else None,  # e.g. Llama's
         [sorted(rules.eos_ids), rules.max_length, rules.truncation, rules.thinking, rules.control_tokens],
     ]
 

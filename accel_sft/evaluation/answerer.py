@@ -1,4 +1,4 @@
-"""Answers conversations that belong to no task, with a model, its tokenizer and its template, used as in training."""
+"""Answers conversations that belong to no task, with a model and its tokenizer and template, used as in training."""
 
 import functools
 import json
@@ -25,7 +25,7 @@ from accel_sft.models.tokenizer import GivenTemplate, left_out, load_processor, 
 
 
 class Prompt(NamedTuple):
-    """A conversation to be answered; contents of its turns have a mark for each image."""
+    """A conversation to be answered; the contents of its turns have a mark for each image."""
 
     turns: Turns
     images: tuple[Picture, ...] = ()
@@ -43,7 +43,7 @@ class Answer(NamedTuple):
 
 
 class Answerer:
-    """A loaded model that answers conversations, many at once, or one conversation token by token. It runs in one
+    """A loaded model that answers many conversations together, or one conversation token by token. It runs in one
     process. With `raw`, for a model trained on raw text, the last turn's text is continued without a template."""
 
     def __init__(
@@ -108,7 +108,7 @@ class Answerer:
         return Encoded(index, [*ids, min(self.ends)], len(ids), images=given)
 
     def answers(self, prompts: Sequence[Prompt], max_new_tokens: int, names: Sequence[str] = ()) -> list[Answer]:
-        """An answer to each prompt, in their order; an error has a line for each prompt's problem, with its name."""
+        """An answer to each prompt, in the prompts' order; an error has a line for each bad prompt, with its name."""
         encoded, problems = [], []
         for index, prompt in enumerate(prompts):
             try:
@@ -157,7 +157,7 @@ class _Streamer(TextStreamer):
 
 
 def expected_of(turns: Any) -> str | None:
-    """Return what was expected, as a phrase, if `turns` is not a conversation that can be answered, else None."""
+    """None if `turns` is a conversation that can be answered; otherwise a phrase that says what was expected."""
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         return 'a list of {"role": ..., "content": ...}'
     if any(no_text(json.dumps(turn, ensure_ascii=False)) for turn in turns):

@@ -16,7 +16,7 @@ from accel_sft.models.prefix_attention import install, sdpa_attention_forward
 READ_TOKENS = 1024
 """Tokens of new rows' prompts that one forward reads, unless a single prompt has more."""
 ADMITTED_AT = 16
-"""New rows are read once one in this many places is free, because each reading makes one more group."""
+"""New rows are read once one of this many places is free; reading sooner would make more groups."""
 MOST_GROUPS = 8
 """Attention is computed by group: more groups have less padding, but more calls of small kernels."""
 
@@ -29,7 +29,7 @@ States = tuple[torch.Tensor, torch.Tensor]
 
 @dataclasses.dataclass(eq=False)
 class Row:
-    """A prompt's tokens after the prefix, at least one, and its answer so far, whose last token is yet to be read."""
+    """A prompt's tokens after the prefix (at least one), and its answer so far; the last token is not yet read."""
 
     prompt: Sequence[int]
     answer: list[int] = dataclasses.field(default_factory=list)
@@ -41,9 +41,9 @@ class Row:
 
 
 class Group:
-    """Rows whose keys and values stand in the same buffers. Each row ends at the column that all rows write next; a
-    shorter row begins with padding, to which it does not attend. The buffers have spare columns, and spare rows once
-    rows have left."""
+    """Rows whose keys and values are in the same buffers. All rows end at the same column, where each writes its next
+    token; a shorter row begins with padding, to which it does not attend. The buffers have spare columns, and spare
+    rows once rows have left."""
 
     def __init__(self, rows: Sequence[Row], layers: dict[int, States], begin: int, end: int) -> None:
         self.rows, self.layers, self.begin, self.end = [*rows], layers, begin, end
@@ -74,7 +74,7 @@ class Group:
         return [buffer[: len(self.rows), :, self.begin : self.end] for buffer in self.layers.pop(index)]
 
     def drop(self, rows: Collection[Row]) -> None:
-        """Remove rows; the last of the remaining rows take their places in the buffers."""
+        """Remove rows; remaining rows from the end of the buffers move to the free places."""
         count = len(self.rows) - sum(row in rows for row in self.rows)
         free = [place for place, row in enumerate(self.rows[:count]) if row in rows]
         moved = [place for place, row in enumerate(self.rows) if place >= count and row not in rows]
@@ -101,7 +101,7 @@ class Group:
             self.unseen = (columns < torch.tensor(padding, device=device)[:, None])[:, None, None]  # (B, 1, 1, W)
 
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
-        """Write the keys and values of a token of each row, (B, key heads, D); returns those of all tokens."""
+        """Write keys and values of one token per row, (B, key heads, D); returns keys and values of all tokens."""
         states_so_far = []
         for buffer, states in zip(self.layers[index], (keys, values), strict=True):
             buffer[: len(self.rows), :, self.end - 1] = states
@@ -110,7 +110,7 @@ class Group:
 
 
 class Attention:
-    """Attention of one forward: first a token of each row of some groups, then the prompts of a new group.
+    """Attention of one forward: first one token of each row in the existing groups, then the prompts of a new group.
 
     Nothing is padded outside of attention: all tokens stand in one sequence, row after row. All rows attend to the
     prefix, if there is a prefix: `before` has its keys and values by layer, (1, key heads, P, D).
@@ -169,8 +169,8 @@ class Attention:
     def _live(
         self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """Attention of one query per row. One matrix product over all rows uses the prefix's only copy; copies for
-        every row would have to be read from memory for every token."""
+        """Attention of one query per row. One matrix product over all rows uses the only copy of the prefix; with a
+        copy per row, each token would read all copies from memory."""
         count, heads, size = query.shape
         query = (query * (size**-0.5 if scaling is None else scaling)).reshape(count, key.shape[1], -1, size)
         before = self.before.get(index)
@@ -211,9 +211,9 @@ class Decoder:
     """Decodes rows whose common prefix the model has read once.
 
     A forward reads one sequence: the last token of each live row, and all tokens of the prompts of new rows. So rows
-    are padded only in attention, and no row waits for others to end. The model is called as a whole, so that ZeRO-3 and
-    FSDP gather its weights: once in each `forward`, so that ranks stay together. The model must have sdpa attention,
-    take `position_ids`, and be in eval mode.
+    are padded only in attention, and no row waits for other rows to end. The model is called as a whole, so that ZeRO-3
+    and FSDP gather its weights: once in each `forward`, so that ranks stay together. The model must have sdpa
+    attention, take `position_ids`, and be in eval mode.
     """
 
     def __init__(self, model: Any, prefix: Sequence[int], device: torch.device) -> None:
@@ -247,7 +247,7 @@ class Decoder:
         output = self.model(
             input_ids=ids,
             position_ids=torch.tensor([positions], device=self.device),
-            # it is not read, but without it the model would make a mask in which rows see each other
+            # attention ignores this mask, but without it the model would make a mask in which rows see each other
             attention_mask=ids.new_ones(1, 1, 1, 1, dtype=torch.bool).expand(1, 1, *[ids.shape[1]] * 2),
             use_cache=False,
             decoding=attention,
@@ -258,7 +258,7 @@ class Decoder:
         return output.logits[0] if self.keeps_logits else output.logits[0, lasts]
 
     def drop(self, rows: Collection[Row]) -> None:
-        """Remove rows. All other live rows must already have their next token."""
+        """Remove rows. All other live rows must already have got their next token."""
         for group in self.groups:
             if any(row in rows for row in group.rows):
                 group.drop(rows)
@@ -272,17 +272,17 @@ class Decoder:
         ends: Collection[int],
         go_on: Callable[[bool], bool] = bool,
     ) -> Iterator[Row]:
-        """Yield each row as soon as its answer has ended: its most likely tokens, up to the first of `ends`.
+        """Yield each row once its answer has ended. Answers are the most likely tokens, up to the first of `ends`.
 
         The rows that take longest should come first; up to `places` rows are live at once. `go_on` is called before
-        each forward with whether this rank has rows left, and returns whether any rank has rows left.
+        each forward. It gets whether this rank has rows left, and returns whether any rank has.
         """
-        # rows that start at once are read with rows of similar length
+        # the rows of the first forwards are read with rows of similar length
         waiting = deque([*sorted(rows[:places], key=lambda row: -len(row.prompt)), *rows[places:]])
         while go_on(bool(waiting or self.groups)):
             heartbeat()
             new = self._admitted(waiting, places - len(self.live))
-            idle = [] if new or self.groups else [Row([0])]  # takes part in the others' forward
+            idle = [] if new or self.groups else [Row([0])]  # takes part in other ranks' forward
             following = self.forward(new or idle).argmax(dim=-1).tolist()
             ended = set(idle)
             for row, token in zip(self.live, following, strict=True):

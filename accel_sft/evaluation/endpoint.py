@@ -28,20 +28,20 @@ from accel_sft.io.text import LONGEST_ERROR, one_line
 KEY = "ACCEL_SFT_API_KEY"
 """The environment variable of the key, unless `--key-from` names another."""
 RETRIES, PAUSE_SECONDS, LONGEST_PAUSE = 4, 1.0, 60.0
-"""How often a request is repeated, the pause before the first repetition, which doubles, and the longest pause."""
+"""How often a request is repeated, the first pause before a repetition (pauses double), and the longest pause."""
 AT_ONCE = 8
 """Requests under way at the same time: servers answer several as fast as one."""
 _BUSY = (429, 500, 502, 503, 504)
 _LIMIT, _NEWER_LIMIT = "max_tokens", "max_completion_tokens"
 """Keys for the maximum number of tokens of an answer; some servers take only the newer key."""
 _WITHOUT_LOGPROBS = {"logprobs": "", "top_logprobs": ""}
-"""`Endpoint._keys` for a server that refuses these keys; its answers have no log-probabilities."""
+"""`Endpoint._keys` for a server that refuses these keys; such a server's answers have no log-probabilities."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class EndpointError(UserError):
-    """A server's refusal, or its silence; `status` is the HTTP status, None if there was no answer."""
+    """Raised if a server refuses or does not answer; `status` is the HTTP status, None without an answer."""
 
     def __init__(self, line: str, status: int | None = None) -> None:
         super().__init__(line)
@@ -49,13 +49,13 @@ class EndpointError(UserError):
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the server does not support this request, and may support another."""
+        """Whether the server does not support this request, but may support a different one."""
         return self.status in (400, 404, 405, 415, 422, 501)
 
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """An answer; `logprobs` has text and log-probability of each token, and is empty if the server gives none."""
+    """An answer. `logprobs` has text and log-probability of each token; empty if the server gives none."""
 
     text: str
     finish: str
@@ -66,20 +66,20 @@ class Reply:
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *given: Any) -> None:
-        """Follow no redirect, which would take prompts and key to an address that nobody named."""
+        """Follow no redirect: it would send prompts and key to an address that the user did not name."""
 
 
 class Endpoint:
     """A server and the model that answers there. Only `--url` is contacted, and nothing but prompts is sent.
 
-    Without `model`, the server's only model answers. Without `key_from`, the environment variable KEY may have the key.
+    Without `model`, the server's only model answers. Without `key_from`, the environment variable KEY may hold the key.
     """
 
     def __init__(self, url: str, model: str | None, key_from: str | None = None, timeout: float = 600) -> None:
         self.url, self.timeout = _address(url), timeout
         self._key = _key(key_from)
         self._reached = False
-        self._keys: dict[str, str] = {}  # this server's names for keys of a request; "": it does not take the key
+        self._keys: dict[str, str] = {}  # request key -> this server's name for the key; "": it does not take the key
         handlers: list[Any] = [_NoRedirects()]
         if urllib.parse.urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1"):
             handlers.append(urllib.request.ProxyHandler({}))
@@ -93,7 +93,7 @@ class Endpoint:
         return _reply(answer, mapping(answer["choices"][0].get("message")).get("content"))
 
     def complete(self, prompt: str | list[int], most: int) -> Reply:
-        """The greedy continuation of a text, or of token ids where the server takes them, without a chat template."""
+        """The greedy continuation of a text (or of token ids, if the server takes them), without a chat template."""
         answer = self._ask("completions", {"prompt": prompt, _LIMIT: most, "logprobs": 1})
         return _reply(answer, answer["choices"][0].get("text"))
 
@@ -126,8 +126,8 @@ class Endpoint:
         return self.text_tokens(text, special=True) if isinstance(text, str) else None
 
     def text_tokens(self, text: str, *, special: bool = False) -> list[int] | None:
-        """The server's token ids of a text; None if the server has no call that returns them. With `special`, its
-        tokenizer adds special tokens as it does for prompts, such as a first token."""
+        """The server's token ids of a text; None if the server has no call that returns them. With `special`, the
+        server adds special tokens as it does for prompts, such as a first token."""
         vllm = {"model": self.model, "prompt": text, "add_special_tokens": special}
         return self._tokens({"content": text, "add_special": special, **vllm})  # each server reads its own keys
 
@@ -216,8 +216,8 @@ class Endpoint:
         )
 
     def call_all(self, what: str, call: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-        """The result of `call` for each item; several run at once. A line says now and then how many are done. After an
-        error or an interrupt, only requests under way are waited for."""
+        """The result of `call` for each item; several run together. A line says now and then how many are done. After
+        an error or an interrupt, it waits only for requests under way."""
         threads = ThreadPoolExecutor(AT_ONCE)
         futures = [threads.submit(call, item) for item in items]
         try:
@@ -246,9 +246,9 @@ def _reply(answer: dict[str, Any], content: Any) -> Reply:
 
 
 def _logprobs(given: dict[str, Any]) -> list[tuple[str, float]]:
-    """Text and log-probability of each token; none if the server gives them in another form, or not as numbers."""
+    """Text and log-probability of each token; [] if the server gives them in an unknown form, or not as numbers."""
     try:
-        if given.get("content"):  # of chats, and of llama.cpp's completions
+        if given.get("content"):  # the form of chats, and of llama.cpp's completions
             pairs = [(str(one["token"]), float(one["logprob"])) for one in given["content"]]
         else:
             pairs = [*zip(map(str, given["tokens"]), map(float, given["token_logprobs"]), strict=False)]
@@ -282,7 +282,7 @@ def _key(named: str | None) -> str | None:
 
 
 def _message(body: str) -> str:
-    """The sentence in a server's error, whatever its form."""
+    """The sentence in a server's error, whatever the error's form."""
     try:
         answer = json.loads(body)
     except ValueError:

@@ -55,8 +55,8 @@ class Generated(NamedTuple):
 
 
 AnswerBackend = Callable[[Sequence[Encoded], int], Generated]
-"""Generates greedy answers of at most so many tokens, the end-of-turn token included. Every rank calls it with the same
-examples; together the ranks answer each example once."""
+"""Takes examples and the maximum number of tokens of an answer, the end-of-turn token included; generates greedy
+answers. Every rank calls it with the same examples; together the ranks answer each example once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Evaluation:
 
     metrics: dict[str, float]
     """The task's metrics, `eval_loss`, and generation's seconds, speed and peak memory; only `eval_loss` (and
-    `perplexity`) if one of these is the main metric, because no answers are generated then."""
+    `perplexity`) if one of these two is the main metric: then no answers are generated."""
     samples: list[dict[str, Any]]
     """Index, prompt, expected, generated and scores of each example; empty if none was answered."""
     unusual: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -73,7 +73,7 @@ class Evaluation:
 
     @property
     def lines(self) -> list[str]:
-        """A line that counts answers that are cut, empty or the like; none if there are none."""
+        """A line with the number of answers that are cut, empty or the like; no line if there are no such answers."""
         named = ", ".join(f"{self.unusual[key]:,} {what}" for key, what in UNUSUAL.items() if self.unusual.get(key))
         return [f"warning: of {len(self.samples):,} answers: {named}; scored as they are"] if named else []
 
@@ -207,7 +207,7 @@ def _out_of_memory_explained(options: str) -> Iterator[None]:
 
 
 def refuse_beyond_text(chats: Sequence[Conversation]) -> None:
-    """Raise UserError for examples that servers are not asked, such as those with images or answers that call tools."""
+    """Raise UserError for examples that are not sent to servers, such as those with images or tool calls."""
     for index, chat in enumerate(chats):
         if chat.images or chat.calls or chat.variables or not chat.turns:
             what = "has images, calls of tools, chat_template_kwargs or raw text"
@@ -215,14 +215,14 @@ def refuse_beyond_text(chats: Sequence[Conversation]) -> None:
 
 
 def problems_of_served(task: Task) -> list[str]:
-    """A line if the task's metric does not score answers."""
+    """A line if the task's main metric does not score answers; otherwise []."""
     if task.main_metric not in UNANSWERED:
         return []
     return [f"--url: the task's metric is {task.main_metric}, which servers do not return; choose a metric of answers"]
 
 
 def evaluate_served(accelerator: Accelerator, task: Task, config: EvaluateConfig, endpoint: Endpoint) -> Evaluation:
-    """Score the server's answers to the validation examples like those of a model in memory."""
+    """Score the server's answers to the validation examples, as answers of a model in memory are scored."""
     dataset = read_split(task, "validation")
     check_scoring(task, dataset, config.thinking)
 

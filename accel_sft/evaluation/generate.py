@@ -28,7 +28,7 @@ from accel_sft.models.tokenizer import left_out
 from accel_sft.tracking.system import peak_memory_gib
 
 MET_EVERY = 32
-"""Number of forwards after which ranks meet, so that a signal ends an evaluation on all of them."""
+"""Number of forwards after which ranks meet, so that a signal ends an evaluation on all ranks."""
 FEWEST_ROWS, MOST_ROWS, CACHED_TOKENS = 64, 256, 16384
 """Without a batch size, a batch has FEWEST_ROWS rows, or up to MOST_ROWS with at most CACHED_TOKENS in the KV cache."""
 SHORTEST_PREFIX = 8
@@ -44,13 +44,13 @@ class Sampling:
     """How the next token is chosen."""
 
     temperature: float = 0.0
-    """Logits are divided by it before a token is drawn; 0: the most likely token is taken."""
+    """Divisor of the logits before a token is drawn; 0: the most likely token is taken."""
     top_p: float = 1.0
     """Tokens are drawn from the most likely ones that together have this probability."""
     top_k: int = 0
     """Tokens are drawn from this many of the most likely ones; 0: from all."""
     repetition_penalty: float = 1.0
-    """Factor that makes the logits of earlier tokens smaller; 1: no change."""
+    """Factor by which logits of tokens that occurred before get smaller; 1: no change."""
 
     def settings(self) -> dict[str, Any]:
         """Arguments of a GenerationConfig that override the model's own settings."""
@@ -68,8 +68,8 @@ class Generator:
 
     The first call finds out whether the decoder is exact for this model. `message` then says what was chosen, and why.
     Prompts with images, and sampled answers, always use transformers' `generate`. The model must be in eval
-    mode, with gradients off. Every rank calls `between` before each batch of answers. With weights that are `sharded`,
-    all ranks take part in each forward.
+    mode, with gradients off. Every rank calls `between` before each batch of answers. If weights are `sharded`, all
+    ranks take part in each forward.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Generator:
         self.synced = sharded and accelerator.num_processes > 1
         self.message = ""
         self.plain: str | None = None  # why answers come from transformers' `generate`
-        self.unpadded: str | None = None  # why prompts of unequal lengths are not padded there
+        self.unpadded: str | None = None  # why `generate` gets no padding, only prompts of equal length
 
     def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
         """Answer this rank's share of the examples. Every rank must call this with the same examples."""
@@ -111,7 +111,7 @@ class Generator:
         return Generated(answers if first else [], seconds, peak_memory_gib(self.accelerator.device))
 
     def choose(self, examples: Sequence[Encoded], max_new_tokens: int) -> None:
-        """Find out, on all ranks together, whether the decoder is exact for this model, unless that is known."""
+        """Find out, on all ranks together, whether the decoder is exact for this model, unless already known."""
         if self.message:
             return
         prefix = common_prefix(examples)
@@ -164,13 +164,13 @@ class Generator:
         return answered
 
     def _by_generate(self, examples: Sequence[Encoded], max_new_tokens: int) -> list[tuple[Encoded, list[int]]]:
-        """Answer examples that have no images, or examples that all have images; the latter one at a time."""
+        """Answer examples without images, or examples that all have images; those with images one at a time."""
         groups, group = row_groups(self.accelerator)
         answered: list[tuple[Encoded, list[int]]] = []
 
         def answer(rows: list[Encoded]) -> list[list[int]]:
             prompts = [row.input_ids[: row.prompt_length] for row in rows]
-            # transformers itself keeps all ranks going until the last has its answers only under ZeRO-3
+            # only under ZeRO-3 does transformers itself keep all ranks going until the last one has its answers
             more: dict[str, Any] = {"synced_gpus": self.synced or None}
             if images := rows[0].images:
                 arrays = images.origin.inputs.tensors(prompts, [images], (1, len(prompts[0])))
@@ -190,12 +190,12 @@ class Generator:
         return answered
 
     def casts_once(self) -> contextlib.AbstractContextManager[Any]:
-        """Within this context autocast, where it is used, casts each weight once for all forwards."""
+        """Within this context, autocast (if used) casts each weight only once for all forwards."""
         uses_autocast = hasattr(self.model, "_original_forward")
         return self.accelerator.autocast() if uses_autocast else contextlib.nullcontext()
 
     def _reason_inexact(self, examples: Sequence[Encoded], prefix: int) -> str | None:
-        """How the decoder's predictions for a few rows differ from those for each row alone; None if they agree."""
+        """How the decoder's predictions for a few rows differ from those for single rows; None if they agree."""
         among = sorted(examples[:CHECKED_AMONG], key=lambda example: (-example.prompt_length, example.index))
         rows = among[:: max(len(among) // CHECKED_ROWS, 1)][:CHECKED_ROWS]
         prompts = [row.input_ids[: row.prompt_length] for row in rows]
@@ -209,7 +209,7 @@ class Generator:
             while not done_within_memory(staggered, len(prompts), alone=not self.sharded):
                 del prompts[0], fed[0]  # the longest
         except REFUSALS as error:
-            if out_of_memory(error):  # which says nothing about what the model can take
+            if out_of_memory(error):  # this says nothing about what the model supports
                 raise
             return f"the model takes no shared prefix ({first_line(error)[:100]})"
         largest, last = 0.0, {"logits_to_keep": 3} if "logits_to_keep" in arguments(self.model) else {}
@@ -239,8 +239,8 @@ class Generator:
         return [*logits_of.values()]
 
     def _reason_unpadded(self, examples: Sequence[Encoded]) -> str | None:
-        """How far predictions for left-padded prompts are from those for each prompt alone, such as when recurrent
-        layers take padding for text; None if they agree."""
+        """How far predictions for left-padded prompts are from those for single prompts; None if they agree. Recurrent
+        layers, for example, may take padding for text."""
         ordered = sorted(examples, key=lambda example: (-example.prompt_length, example.index))
         rows = [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
         if rows[0].prompt_length == rows[-1].prompt_length:
@@ -252,7 +252,7 @@ class Generator:
             _, alone = self._generate([prompt], CHECKED_TOKENS, **settings)
             for mine, others in zip(alone, together, strict=False):
                 largest = max(largest, nats_apart(mine[0], others[number]))
-                if mine[0].argmax() != others[number].argmax():  # from here on they answer different texts
+                if mine[0].argmax() != others[number].argmax():  # from here on, the two continue different texts
                     break
         wrong = f"padding changes its predictions (by {largest:.2g} nats)"
         return wrong if largest > self._tolerance() else None
@@ -263,15 +263,15 @@ class Generator:
 
 
 class _Meeting:
-    """Lets ranks meet between their forwards, equally often on each rank: to call `between`, which raises on all ranks
-    or on none, and with sharded weights (`every_forward`) to continue together."""
+    """Lets ranks meet between forwards, equally often on each rank. They call `between`, which raises on all ranks or
+    on none. With sharded weights (`every_forward`) they also agree before each forward whether to continue."""
 
     def __init__(self, between: Callable[[], None], every_forward: bool) -> None:
         self.between, self.every_forward, self.forwards = between, every_forward, 0
 
     def __call__(self, busy: bool) -> bool:
-        """Whether to do another forward. A rank that has finished waits here, still calling `between`, until all ranks
-        have; with `every_forward`, it takes part in the others' forwards instead."""
+        """Whether to do one more forward. A rank that has finished waits here, still calling `between`, until all ranks
+        have finished; with `every_forward`, it takes part in other ranks' forwards instead."""
         due = self.forwards % MET_EVERY == 0
         self.forwards += 1
         if self.every_forward:
@@ -287,7 +287,7 @@ class _Meeting:
 
 
 def _reason_unsupported(model: Any, examples: Sequence[Encoded], longest: int) -> str | None:
-    """Return why a prompt or the model's configuration rules out the decoder; None if neither does."""
+    """Return why a prompt or the model's configuration rules out the decoder; None if nothing does."""
     attention = getattr(model.config, "_attn_implementation", None)
     if attention != "sdpa":
         other = ", sdpa does" if takes_sdpa(model) else ""
@@ -299,7 +299,7 @@ def _reason_unsupported(model: Any, examples: Sequence[Encoded], longest: int) -
 
 
 def common_prefix(examples: Sequence[Encoded]) -> int:
-    """Return the length of the prompts' common prefix, shorter than every prompt; 0 if below SHORTEST_PREFIX."""
+    """Return the length of the prompts' common prefix (shorter than every prompt); 0 if below SHORTEST_PREFIX."""
     prompts = [example.input_ids[: example.prompt_length] for example in examples]
     length = min(common_length(prompts), min(map(len, prompts)) - 1)
     return length if length >= SHORTEST_PREFIX else 0
@@ -309,8 +309,8 @@ def divide(
     examples: Sequence[Encoded], ranks: int, batch_size: int, *, equal_lengths: bool = False
 ) -> list[list[list[Encoded]]]:
     """Divide examples into batches of similar length (expected answer included), longest first; a batch is a list
-    of rows for each rank. Within a batch the ranks' numbers of rows differ by at most one, and the longest prompt goes
-    to another rank than in the batch before. With `equal_lengths`, a batch's prompts have equal numbers of tokens."""
+    of rows for each rank. Within a batch the ranks' numbers of rows differ by at most one, and the rank that gets the
+    longest prompt changes from batch to batch. With `equal_lengths`, a batch's prompts have equal numbers of tokens."""
     ordered = sorted(examples, key=lambda example: (-len(example.input_ids), example.index))
     groups: dict[int, list[Encoded]] = {}
     for example in ordered:
@@ -335,7 +335,7 @@ def generate(
     **more: Any,
 ) -> tuple[list[list[int]], Any]:
     """Answer the prompts by transformers' `generate`, which gets `more`. Returns the answers, each up to and including
-    the first of `ends`, and with `output_logits` the logits by token."""
+    the first of `ends`; if `more` has `output_logits`, also the logits by token."""
     longest = max(map(len, prompts))
     rows = [[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]

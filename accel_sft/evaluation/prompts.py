@@ -22,7 +22,7 @@ _IMAGE = "<image>"
 
 def read_prompts(file: str, system: str | None) -> tuple[list[Prompt], list[str]]:
     """The conversations of a file, and the place of each. A `.json` or `.jsonl` file has rows with `messages` or
-    `prompt`; any other has a prompt on each line that is not blank. `system` is added if there is no system message."""
+    `prompt`; other files have a prompt on each non-blank line. `system` is added if there is no system message."""
     if Path(file).suffix in (".json", ".jsonl"):
         rows = read_rows(file, _parse)
         names = [str(place) for place in rows.places(range(len(rows)))]
@@ -46,7 +46,7 @@ def read_prompts(file: str, system: str | None) -> tuple[list[Prompt], list[str]
 
 
 def prompt_with(text: str, paths: Sequence[str], system: str | None) -> Prompt:
-    """A prompt with images: at the marks `<image>` in its text, or without marks before the text."""
+    """A prompt with images, placed at the marks `<image>` in its text; if there are none, before the text."""
     pieces = text.split(_IMAGE) if paths else [text]
     pieces = pieces if pieces[1:] else [""] * len(paths) + [text]
     if len(pieces) - 1 != len(paths):
@@ -63,14 +63,14 @@ def prompt_with(text: str, paths: Sequence[str], system: str | None) -> Prompt:
 
 
 def with_system(turns: Turns, system: str | None) -> Turns:
-    """The turns, after the system message `system` if it is not empty and they have none of their own."""
+    """The turns, with the system message `system` before them unless it is empty or they have their own."""
     if not system or any(turn.get("role") == "system" for turn in turns):
         return turns
     return [{"role": "system", "content": system}, *turns]
 
 
 def _parse(row: dict[str, Any]) -> tuple[Turns, Tools]:
-    """The turns of a row, with contents as they are given, and its tools."""
+    """The turns of a row, with contents as given, and the row's tools."""
     for column in ("images", "image"):
         if row.get(column):
             raise RowProblem(column, "text alone; give images by --image, with one PROMPT")
@@ -92,7 +92,7 @@ def _parse(row: dict[str, Any]) -> tuple[Turns, Tools]:
 
 
 def _tools(given: Any) -> Tools:
-    """The schemas of a row's tools, or of JSON of them, in the form that templates take."""
+    """The schemas of a row's tools (objects, or their JSON text), in the form that templates take."""
     with contextlib.suppress(ValueError):
         given = json.loads(given) if isinstance(given, str) else given
     if given is not None and not (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
@@ -105,7 +105,7 @@ HELP = "/reset forgets what was said, /system TEXT changes the system message; C
 
 
 def talk(sides: Mapping[str, Answerer], system: str | None, max_new_tokens: int) -> None:
-    """Answer each typed line until the end of the input, by each side; a side has its own name and history."""
+    """Let each side answer each typed line, until the end of the input. A side has its own name and history."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - lets input() edit lines and recall earlier ones
     print(wrapped(HELP))

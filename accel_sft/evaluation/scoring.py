@@ -17,7 +17,7 @@ EVAL_LOSS = "eval_loss"
 PERPLEXITY = "perplexity"
 """exp(eval_loss)."""
 UNANSWERED = (EVAL_LOSS, PERPLEXITY)
-"""Main metrics of tasks whose answers are neither generated nor scored."""
+"""If one of these is a task's main metric, no answers are generated or scored."""
 _UNUSABLE = "the task's aggregate() failed, or gave something other than a number by name"
 _TRIED = 8
 """Number of validation examples whose own targets are scored before anything is loaded."""
@@ -25,7 +25,7 @@ _TRIED = 8
 
 def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = None) -> list[str]:
     """Score the targets of the first validation examples, so that a mistake in the task is found before training.
-    Return a warning if none of them scores. An aggregate() that fails on so few scores is accepted."""
+    Return a warning if none of them scores. If aggregate() fails on so few scores, that is accepted."""
     if task.main_metric in UNANSWERED:
         return []
     chats = {index: conversation(task, examples, "validation", index) for index in range(min(len(examples), _TRIED))}
@@ -34,7 +34,7 @@ def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = No
     if not targets:
         return []
     scores = []
-    with heartbeats_only():  # as in training; else an endless score() would count as progress
+    with heartbeats_only():  # as in training; otherwise an endless score() would count as progress
         for index, text in targets.items():
             scores.append(scored(task, examples, index, text))
             heartbeat()
@@ -42,7 +42,7 @@ def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = No
             metrics = task.aggregate(scores)
         except UserError:
             raise
-        except Exception:  # noqa: BLE001 - if more scores do not help, the first evaluation reports it
+        except Exception:  # noqa: BLE001 - if it also fails with more scores, the first evaluation reports the error
             return []
     main = task.main_metric
     if _checked(task, metrics)[main] or not task.higher_is_better:
@@ -52,7 +52,7 @@ def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = No
 
 
 def limits_on_scores(task: Task, validation: Any, config: TrainConfig) -> list[str]:
-    """A warning about a `--max-new-tokens` below the answers' own length; `validation` is a StoredEncoding."""
+    """A warning if `--max-new-tokens` is below the expected answers' length; `validation` is a StoredEncoding."""
     rows, most = validation.kept, config.max_new_tokens
     if task.main_metric in UNANSWERED or config.eval_every == "off" or not most:
         return []
@@ -77,7 +77,7 @@ def scored(task: Task, examples: Sequence[Any], index: int, text: str, split: st
 
 
 def aggregated(task: Task, scores: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The task's metrics for all examples' scores: numbers by name, the main metric among them."""
+    """The task's metrics from all examples' scores: numbers by name, the main metric among them."""
     return _checked(task, from_task(_UNUSABLE, lambda: task.aggregate(scores)))
 
 

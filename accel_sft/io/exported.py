@@ -14,8 +14,8 @@ _OF_ROPE = "rope_theta", "partial_rotary_factor"
 
 def complete_config(folder: Path, dtype: str | None, base: Mapping[str, Any]) -> None:
     """Complete config.json. Write the weights' `dtype`, for parts of the model too: transformers writes the type of the
-    model in memory. Write settings also by the older keys, as the `base`'s config.json does: transformers 4 would
-    silently use defaults for them."""
+    model in memory. Also write settings under older keys, such as those of the `base`'s config.json: where these
+    are missing, transformers 4 would silently use defaults."""
 
     def within(part: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
         if part.get("model_type") != before.get("model_type"):

@@ -60,7 +60,7 @@ def put_in_place(partial: Path, target: Path) -> None:
 
 
 def remove(folder: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a folder, or a file in its place. Remove only the link if a user linked the folder to another disk."""
+    """Remove a folder, or a file that has its name. Remove only the link if a user linked the folder elsewhere."""
     if folder.is_symlink() or folder.is_file():
         folder.unlink()
     else:
@@ -78,7 +78,7 @@ def _sync_all(folder: Path) -> None:
 def new_folder(name: str, what: str) -> Iterator[Path]:
     """Make a folder to fill: it becomes `name` when the block ends, and is removed if the block raises. Errors name
     `what`, the argument or option."""
-    # not at the top: Windows has no locks, and is refused in a line once this module is imported
+    # not at the top: on Windows, which lacks locks, this module must load, so that a line can refuse Windows
     from accel_sft.io.lock import is_locked, lock
 
     target = Path(os.path.realpath(expanded(name, what)))  # if `name` is a link, it stays, and its target is filled

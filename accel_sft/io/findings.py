@@ -40,7 +40,7 @@ error, warning, note = (functools.partial(Finding, level) for level in LEVELS)
 
 
 def worst(findings: Iterable[Finding], levels: Sequence[str]) -> str:
-    """The worst level among the findings. `levels` begins with the worst level; the last one stands for no findings."""
+    """The worst level of the findings; without findings, the last of `levels`, which begins with the worst level."""
     return min((finding.level for finding in findings), key=levels.index, default=levels[-1])
 
 

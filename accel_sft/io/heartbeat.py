@@ -1,4 +1,4 @@
-"""Tells the watchdog when the program makes progress (a heartbeat), and while it waits for other ranks.
+"""Tells the watchdog when the program makes progress (a heartbeat), and when it waits for other ranks.
 
 Needs only the standard library.
 """
@@ -35,7 +35,7 @@ def heartbeats_only() -> Iterator[None]:
 
 
 def activity_counts() -> bool:
-    """Whether CPU and disk activity is progress now."""
+    """Whether CPU and disk activity count as progress now."""
     return not _only
 
 

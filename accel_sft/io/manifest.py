@@ -1,4 +1,4 @@
-"""Tells a complete folder from a damaged one: a manifest, written last, has each file's size and SHA-256.
+"""Distinguishes complete folders from damaged ones: a manifest, written last, has each file's size and SHA-256.
 
 Needs only the standard library.
 """

@@ -39,7 +39,7 @@ class RunDir:
     path: Path
 
     record = _inside("run.json")
-    """Settings, data and launch that the run was started with; a resumed run is compared with it."""
+    """Settings, data and launch that the run was started with; a resume is compared with this record."""
     settings = _inside("run.yaml")
     """Task and settings: `--config` starts the run again with them."""
     launch = _inside("launch.yaml")
@@ -76,8 +76,8 @@ class RunDir:
 
     @classmethod
     def record_around(cls, model: str) -> dict[str, Any] | None:
-        """The run.json in the folder `model`; without one, that in the folder above; without both, the record in its
-        model card. None without all three, and for a hub id, which has no folder above it."""
+        """The run.json in the folder `model` or in the folder above it; if neither has one, the record in the model
+        card in `model`. None if there is no record, and for a hub id."""
         folder = expanded(model).absolute()
         folders = (folder, folder.parent) if folder.is_dir() else ()
         run = next((run for run in map(cls, folders) if run.record.is_file()), None)
@@ -97,8 +97,8 @@ class RunDir:
 
     @classmethod
     def choice_in(cls, model: str, *, train: bool = False) -> list[str]:
-        """A line that says which weights `weights_in` takes, or with `train` training from the run; no line if the run
-        does not have both best/ and final/."""
+        """A line (in a list) that says which weights `weights_in` takes or, with `train`, training from the run; [] if
+        the run does not have both best/ and final/."""
         run = cls(expanded(model))
         if not (run.record.is_file() and run.best.is_dir() and run.final.is_dir()):
             return []
@@ -155,7 +155,7 @@ class RunDir:
         return self.result
 
     def write_ended(self, status: str, error: str) -> None:
-        """Record why a running run ended. A finished run's result stays, and so does the first of several causes.
+        """Record why an unfinished run ended. A finished run's result stays, and so does the first of several causes.
         Errors of writing, such as a full disk's, are suppressed: they must not hide the cause."""
         if self.read_status() == "running":
             with contextlib.suppress(OSError):
@@ -179,7 +179,7 @@ def _is_record(record: Any) -> TypeGuard[dict[str, Any]]:
 
 
 def _record_in(card: Path) -> dict[str, Any] | None:
-    """The part of a run's record in the model card of its exported weights; None if this package did not write it."""
+    """The part of a run's record in the card of its exported weights; None if this package did not write the card."""
     import yaml
 
     try:
@@ -187,11 +187,11 @@ def _record_in(card: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, LookupError, AttributeError, RecursionError, yaml.YAMLError):  # anyone's README
         return None
     record = content.get("accel_sft") if isinstance(content, dict) else None
-    return {**record, "in_card": True} if _is_record(record) else None  # it names no data
+    return {**record, "in_card": True} if _is_record(record) else None  # a card's record names no data
 
 
 def absent_weights(name: str, flag: str) -> list[str]:
-    """A line if `name` can only be a folder, but no such folder exists. Asking a hub for it would take a minute."""
+    """An error message (in a list) if `name` cannot be a hub id and no such folder exists; else an empty list."""
     folder = expanded(name, flag)
     is_path = not name or name.startswith((".", "/", "~", f"{RUNS}/")) or name.endswith("/") or folder.is_file()
     parent_exists = len(folder.parts) == 2 and folder.parent.is_dir()

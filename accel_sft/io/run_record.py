@@ -1,5 +1,5 @@
-"""Uses of a finished run's record: other commands take its task's settings from it, and check its files by digests of
-what decided its numbers and by a manifest of its folder.
+"""What other commands use of a finished run: the task's settings from its record, and, to check the run, digests of
+what decided its numbers and a manifest of its folder.
 
 Checkpoints also hold these digests, and the hash chain over the lines of metrics.jsonl. Needs no torch.
 """
@@ -70,8 +70,8 @@ def other_versions(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def write_manifest(run_dir: RunDir, result: str, about: dict[str, Any]) -> None:
-    """Write the manifest of a finished run's folder, without logs, traces and the trackers' files. It is written before
-    result.json, whose text `result` says that the run is complete: after a kill, both are written again."""
+    """Write the manifest of a finished run's folder, without logs, traces and the trackers' files. The manifest
+    comes before result.json, whose text will be `result`: a run killed in between is unfinished, and rewrites both."""
     content = result.encode()
     entries = {run_dir.result.name: [len(content), hashlib.sha256(content).hexdigest()]}
     manifest.write(run_dir.path, about, entries, among=listed(run_dir) | entries.keys())

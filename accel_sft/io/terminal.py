@@ -22,7 +22,7 @@ _terminal: TextIO | None = None
 
 
 def escape_unencodable() -> None:
-    """From now on, print escapes for characters that the terminal's encoding lacks, and print each line at once."""
+    """From now on, print escapes for characters that the terminal's encoding lacks, and print each line immediately."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace", line_buffering=True)

@@ -35,7 +35,7 @@ from accel_sft.launch.precision import choose_precision
 def create_accelerator(
     config: TrainConfig, launch: Launch, *, train: bool = True, precision_of_run: str | None = None
 ) -> tuple[Accelerator, Launch]:
-    """Form the process group and build the Accelerator; returns it, and the launch with its precision.
+    """Form the process group and build the Accelerator. Returns the Accelerator, and the launch with its precision.
 
     The trainer itself decides accumulation boundaries and the schedule, so DeepSpeed is configured with one micro-batch
     a step, never with the real batch. Without `train`, sequence parallelism is off: each rank has rows of its own.
@@ -69,7 +69,7 @@ def create_accelerator(
     if launch.tensor_ranks > 1:  # set afterwards: accelerate 1.15 refuses these sizes on CPUs
         accelerator.state.parallelism_config = dimensions
     if accelerator.is_fsdp2 and (policy := accelerator.state.fsdp_plugin.mixed_precision_policy):
-        # only computing has reduced precision, neither the output (each token's loss) nor the averaging of gradients
+        # only the computation has reduced precision: each token's loss and the averaged gradients stay in float32
         policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
         accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     if accelerator.num_processes != launch.world_size:
@@ -108,7 +108,7 @@ def _group_settings(config: TrainConfig, launch: Launch, devices: int) -> InitPr
 
 
 def _waiting_for_ranks(launch: Launch) -> contextlib.AbstractContextManager[None]:
-    """Context manager that shows a line while a rank without a launcher waits: its variables may be left over."""
+    """Context manager that shows a line while a rank without a launcher waits: WORLD_SIZE may be set by mistake."""
     if launch.world_size == 1 or under_launcher():
         return contextlib.nullcontext()
     place = f"{launch.environment.get('MASTER_ADDR')}:{launch.environment.get('MASTER_PORT')}"
@@ -122,7 +122,7 @@ def group_timeout(hang_timeout: int) -> datetime.timedelta:
 
 
 def _rendezvous_of_this_attempt(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """Yield store, rank and world size. The prefix hides addresses that the previous attempt left in the store."""
+    """Yield store, rank and world size. The store's prefix hides addresses that the previous attempt left there."""
     host, port, rank, ranks = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
     store = TCPStore(host, int(port), int(ranks), is_master=False)
     yield PrefixStore(f"attempt-{restarts()}", store), int(rank), int(ranks)
@@ -178,9 +178,9 @@ def prepare_model(
 ) -> tuple[Any, Any]:
     """Call `accelerator.prepare`, keep the optimizer at step 0, and verify DeepSpeed's settings.
 
-    DeepSpeed's stage 0 in half precision makes an optimizer step with zero gradients while it is built. The step would
-    decay the weights and count in Adam's bias correction. So the learning rate is 0 meanwhile, and the optimizer's
-    state is cleared afterwards.
+    DeepSpeed's stage 0 in half precision makes an optimizer step with zero gradients while its engine is built. This
+    step would decay the weights, and Adam's bias correction would count it. So the learning rate is 0 meanwhile, and
+    the optimizer's state is cleared afterwards.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -203,8 +203,8 @@ def prepare_model(
 
 def _arrange_buckets(model: DistributedDataParallel) -> None:
     """Before the first step, run a backward on zeros so that DDP rebuilds buckets and gradients are views into them."""
-    # DDP would rebuild after the first backward of each start. The first backward multiplies gradients by 1/N, later
-    # ones divide by N: on three or more ranks a resumed run would have different bits. The first gradients would also
+    # DDP would rebuild after the first backward of each start or resume. That backward multiplies gradients by 1/N,
+    # later ones divide by N: on three or more ranks a resumed run would have different bits. Its gradients would also
     # need extra memory. The gradients of the weights' sum arrive in about the order of a real backward.
     model.reducer.prepare_for_backward([])
     total = torch.stack([weight.sum().float() for weight in model.parameters() if weight.requires_grad]).sum()
@@ -214,7 +214,7 @@ def _arrange_buckets(model: DistributedDataParallel) -> None:
 
 def _gather_with_their_modules(model: torch.nn.Module) -> None:
     """Make ZeRO-3 gather a module's ParameterDict entries (AdaLoRA's layers have them) before that module's forward.
-    Otherwise DeepSpeed would gather them on access, in an order that differs from the step that it recorded."""
+    Otherwise DeepSpeed would gather them on access, in a different order from the step that DeepSpeed has recorded."""
     for module in model.modules():
         for child in module.children():
             for parameter in child.parameters() if isinstance(child, torch.nn.ParameterDict) else ():
@@ -240,7 +240,7 @@ def shard_for_evaluation(accelerator: Accelerator, model: Any) -> Any:
 
 def _name_blocks(accelerator: Accelerator, model: Any) -> None:
     """Name the blocks that FSDP shards one by one, unless the launch names them. Accelerate's own choice fails for
-    models such as Gemma 3, which name classes that only other models of their family contain."""
+    models such as Gemma 3: they name block classes that only other models of their family have."""
     if accelerator.is_fsdp2 and (plugin := accelerator.state.fsdp_plugin).transformer_cls_names_to_wrap is None:
         classes = {type(module).__name__ for module in model.modules()}
         plugin.transformer_cls_names_to_wrap = sorted(classes & {*(getattr(model, "_no_split_modules", None) or ())})

@@ -44,7 +44,7 @@ _REFUSED = {
     "optimizer": "must not be set: --learning-rate and --weight-decay decide",
     "scheduler": "must not be set: --lr-scheduler decides",
 }
-"""Sections of DeepSpeed's JSON that would change the mathematics of a step, each with what it does."""
+"""Maps the sections of DeepSpeed's JSON that would change the mathematics of a step to what they do."""
 _LOSSY = "zero_quantized_weights", "zero_quantized_gradients", "communication_data_type", "grad_accum_dtype"
 """Keys of DeepSpeed's JSON that can make gradients less exact."""
 _DECIDED = {
@@ -55,7 +55,7 @@ _DECIDED = {
     "activation_checkpointing": "--gradient-checkpointing",
     "dynamo_backend": "--compile",
 }
-"""Keys of a launch that have no effect, each with the trainer's option that replaces it."""
+"""Maps each key of a launch that has no effect to the trainer's option that replaces the key."""
 
 
 def audit(config: TrainConfig, launch: Launch, devices: int | None = None) -> list[Finding]:
@@ -165,7 +165,7 @@ def _precision(launch: Launch, devices: int) -> Iterator[Finding]:
 
 
 def _not_used(launch: Launch, config: TrainConfig, where: str) -> Iterator[Finding]:
-    """Report settings without effect: options of an untrained adapter, and keys that the trainer's options replace."""
+    """Report settings without effect: adapter options without an adapter, and keys replaced by trainer options."""
     for name in chosen(config, OF_ADAPTERS) if config.adapter == "none" else ():
         flag = flag_of(name)
         what = f"{flag} {getattr(config, name)} is not used: --adapter none trains all weights"
@@ -210,7 +210,7 @@ def _deepspeed(launch: Launch, where: str) -> Iterator[Finding]:
 
 def _invalid(launch: Launch, where: str) -> Iterator[Finding]:
     """Report keys and values that DeepSpeed's pydantic models of its settings refuse."""
-    with quiet(None):  # on import, DeepSpeed prints the device that it has found
+    with quiet(None):  # on import, DeepSpeed prints which device it has found
         from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
         from pydantic import ValidationError

@@ -21,9 +21,9 @@ from accel_sft.launch.environment import for_launches
 MARK = "ACCEL_SFT_LAUNCHED_FOR"
 """Environment variable that marks all processes of a launch, orphans included; its value is the run's folder."""
 GRACE_SECONDS = 10.0
-"""Seconds that processes have to end after SIGTERM, before SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL, in which processes may end by themselves."""
 KILL_SECONDS = 60.0
-"""Seconds after which SIGKILL must have ended the processes; a process that waits for a device may never end."""
+"""Seconds to wait for processes to end after SIGKILL; a process that waits for a device may never end."""
 _POLL_SECONDS = 0.5
 """Seconds between two polls of a running launch."""
 
@@ -36,12 +36,12 @@ _MESSAGES = {
     HUNG: re.compile(r"nothing has moved for \d+ seconds"),
     KILLED: re.compile(r"(was|were) killed \(signal 9"),
 }
-"""Maps a status to the pattern of the messages that show it, whether by the trainer, torch or the launcher."""
+"""Maps a status to the pattern of the messages (of the trainer, torch or the launcher) that show this status."""
 _TAIL_BYTES = 1 << 16
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal stopped a launch, or the work between launches."""
+    """Raised when a signal stops a launch, or the work between launches."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(number).name}")
@@ -146,7 +146,7 @@ def _marked(folder: Path) -> list[psutil.Process]:
 
 
 def outcome(ended: Ended, run_dir: RunDir, log: Path, limit_seconds: float) -> tuple[str, str]:
-    """Return how a launch ended, such as `COMPLETE`, and the reason, usually the last line of its message."""
+    """Return how a launch ended, such as `COMPLETE`, and the reason: usually the last line of the error message."""
     result, printed = read_object(run_dir.result), _tail(log)
     if ended.over_time:
         return TIME_LIMIT, f"not done after {limit_seconds / 60:g} minutes (--time-limit)"
@@ -155,7 +155,7 @@ def outcome(ended: Ended, run_dir: RunDir, log: Path, limit_seconds: float) -> t
     error = result.get("error")
     message = error if isinstance(error, str) else _last_message(printed)
     reason = one_line((message.strip().splitlines() or ["it printed nothing"])[-1], LONGEST_ERROR)
-    # a killed process writes no message, and other ranks may not know the cause, but the launcher's summary names it
+    # a killed process writes no message, and other ranks may not know the cause; the launcher's summary names SIGKILL
     unexplained = not error or "ended without an error message" in message
     if ended.returncode == -signal.SIGKILL or (unexplained and "SIGKILL" in printed):
         return KILLED, "killed (signal 9, which the kernel sends when memory runs out)"

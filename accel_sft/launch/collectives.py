@@ -23,7 +23,7 @@ milliseconds in 32 bits."""
 
 
 def by_each_rank(work: Callable[[], Result | None]) -> list[Result]:
-    """Call `work` on every rank; return all results, by rank. After UserErrors, all ranks raise that of the lowest."""
+    """Call `work` on every rank; return all results, by rank. On UserErrors, all ranks raise the lowest rank's."""
     mine: tuple[Any, Any]
     try:
         mine, wrong = (work(), None), None
@@ -62,7 +62,7 @@ def largest_of_ranks(mine: float) -> float:
 
 
 def largest(readings: dict[str, Result], prefix: str = "") -> dict[str, Result]:
-    """Return all ranks' largest readings by name, with `prefix` before the names; None for those that no rank has."""
+    """Return each name, after `prefix`, with the largest of all ranks' readings; None if no rank has one."""
     every = gather_object([readings])
     return {prefix + k: max((e[k] for e in every if e[k] is not None), default=readings[k]) for k in readings}
 

@@ -21,8 +21,8 @@ OPERATORS = {
     "cpu_adam": "the optimizer on the host, 1-4 minutes",
     "async_io": "NVMe offload, 1-3 minutes",
 }
-"""DeepSpeed operators that our configurations need, compiled on first use and cached per user; each with its purpose
-and compile time."""
+"""DeepSpeed operators that our configurations need, compiled on first use and cached per user. The values say what the
+operator is for and how long it compiles."""
 
 _UNUSED = "deepspeed_shm_comm"
 """Operator that DeepSpeed compiles for every group of CPU ranks. Only `inference_all_reduce` runs it, which training
@@ -39,15 +39,15 @@ def operators(launch: Launch) -> list[str]:
 
 
 def spare_unused_operator() -> None:
-    """Keep DeepSpeed from compiling an operator for CPU ranks that training does not use: mark the operator as
-    incompatible in DeepSpeed's own table (which `ds_report` prints)."""
+    """Keep DeepSpeed from compiling the operator `_UNUSED` for CPU ranks: mark it as incompatible in DeepSpeed's own
+    table (which `ds_report` prints)."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__[_UNUSED] = False
 
 
 def audit_compilers(needed: list[str], devices: int) -> Iterator[Finding]:
-    """Yield an error for each thing that this machine lacks to compile these operators."""
+    """Yield an error for each compiler, header or library that this machine lacks to compile these operators."""
     if not needed:
         return
     compiled = f"DeepSpeed compiles {', '.join(needed)} here, and"

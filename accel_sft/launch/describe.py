@@ -78,7 +78,7 @@ def device_name(accelerator: Accelerator) -> str:
 
 
 def started_by() -> list[str]:
-    """The words of the command line that this process was started with, as its user gave them."""
+    """The words of the command line that started this process, as the user typed them."""
     words = launcher_command()[0] or torchrun_command() or sys.orig_argv
     if Path(words[0]).name.startswith("python") and not words[1].startswith("-"):  # the interpreter of a script
         words = words[1:]

@@ -39,11 +39,11 @@ def prepare_environment(debug: bool = False) -> None:
     by the user do not change, except PATH and OMP_NUM_THREADS (see `threads_per_process`)."""
     _check_ranks()
     # importing torch and transformers makes 400,000 objects that stay; with Python's usual thresholds the garbage
-    # collector would take 10% of the time of a start
+    # collector would take 10% of the time that a command needs to start
     gc.set_threshold(10_000, 20, 20)
     share_cores()
     if "OMP_WAIT_POLICY" not in os.environ:
-        # OpenMP's threads spin while they wait for each other, by default for so long that another program on a core
+        # OpenMP's threads spin while they wait for each other, by default for so long that another program on one core
         # makes small matrix products a hundred times slower. 5000 spins avoid that, and cost nothing on an idle machine
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     _keep_freed_memory()
@@ -59,8 +59,8 @@ def prepare_environment(debug: bool = False) -> None:
 
 
 def for_launches() -> dict[str, str]:
-    """Return the variables for a launch that this process starts. OMP_NUM_THREADS gets the user's value back:
-    each rank would mistake this process's own value (all cores) for the user's."""
+    """Return the variables for a launch that this process starts. OMP_NUM_THREADS gets the user's value back: otherwise
+    each rank would take this process's own value (all cores) for the user's."""
     now = os.environ.get(_THREADS)
     variables = {**os.environ, _THREADS: _before.get(now, now)}
     return {name: value for name, value in variables.items() if value is not None}
@@ -68,8 +68,8 @@ def for_launches() -> dict[str, str]:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Context manager that imports libraries without garbage collections (8% of the time), and excludes the imported
-    objects from later collections."""
+    """Context manager that imports libraries without garbage collections (which would take 8% of the time), and
+    excludes the imported objects from later collections."""
     gc.disable()
     try:
         yield

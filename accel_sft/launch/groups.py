@@ -22,8 +22,8 @@ _shared: dict[str, Callable[..., Any]] = {}
 """DeepSpeed's attention over a group, by the name of the attention that it computes with."""
 _GROUPS = "num_key_value_groups"
 _groups: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
-"""Query heads per key head of each attention module. If there are more ranks than key heads, DeepSpeed 0.19 changes
-this number in the module, and attention over whole rows would fail."""
+"""Query heads per key head of each attention module, to restore after sequence parallelism: if there are more ranks
+than key heads, DeepSpeed 0.19 changes this number in the module, and attention over whole rows would fail."""
 
 
 def sequence_ranks(accelerator: Accelerator) -> int:
@@ -46,8 +46,8 @@ def row_groups(accelerator: Accelerator) -> tuple[int, int]:
 
 
 def prepare(accelerator: Accelerator, model: Any, *optimizer: Any) -> Any:
-    """Call `accelerator.prepare` in the way that the launch's parallelism needs. Under sequence parallelism, attention
-    over a group is then active only inside `shared_rows`. Under tensor parallelism the model is already sharded."""
+    """Call `accelerator.prepare` in the way that the launch's parallelism needs. Under sequence parallelism, ranks then
+    share rows in attention only inside `shared_rows`. Under tensor parallelism the model must be sharded already."""
     if tensor_ranks(accelerator) > 1:
         return _prepare_cut(accelerator, model, *optimizer)
     if (ranks := sequence_ranks(accelerator)) == 1:
@@ -62,21 +62,21 @@ def prepare(accelerator: Accelerator, model: Any, *optimizer: Any) -> Any:
         line = first_line(error)
         raise UserError(f"sequence parallelism over {ranks} ranks: {line}; train with z3.yaml instead") from error
     _groups.update({module: getattr(module, _GROUPS) for module in model.modules() if hasattr(module, _GROUPS)})
-    # DeepSpeed has replaced attention in every forward by its own, which ignores masks: only `shared_rows` may use it
+    # DeepSpeed has put its own attention into every forward. It ignores masks: allow it only in `shared_rows`
     _shared[name] = ALL_ATTENTION_FUNCTIONS.pop(name)
     return prepared
 
 
 def _prepare_cut(accelerator: Accelerator, model: Any, *optimizer: Any) -> Any:
     """Prepare a model under tensor parallelism, which `accelerator.prepare` would wrap into DDP on CPUs."""
-    model.config.distributed_config = None  # with it, exporting, which rank 0 does alone, would wait for other ranks
+    model.config.distributed_config = None  # otherwise an export, which rank 0 does alone, would wait for other ranks
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     return (prepared, *map(accelerator.prepare_optimizer, optimizer)) if optimizer else prepared
 
 
 @contextlib.contextmanager
 def shared_rows() -> Iterator[None]:
-    """Context manager for training forwards and backwards that, under sequence parallelism, take parts of rows."""
+    """Context manager for training's forwards and backwards: under sequence parallelism, ranks share each row."""
     ALL_ATTENTION_FUNCTIONS.update(_shared)
     try:
         yield

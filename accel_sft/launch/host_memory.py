@@ -22,7 +22,7 @@ def describe() -> str:
     now = psutil.virtual_memory()
     words = f"{now.available / 2**30:.1f} of {now.total / 2**30:.1f} GiB free"
     for limit, used in _containers():
-        if limit < now.total:  # without a limit, cgroup v1 names a number larger than any memory
+        if limit < now.total:  # if there is no limit, cgroup v1 reports a number larger than any memory
             words += f", {used / 2**30:.1f} of the container's {limit / 2**30:.1f} GiB used"
     # the maximum, since a cgroup's count includes its children's
     kills = max((field(folder / "memory.events", "oom_kill") for folder in cgroups()), default=0)
@@ -42,7 +42,7 @@ def _containers() -> Iterator[tuple[int, int]]:
 
 
 def cgroups(controller: str = "memory") -> Iterator[Path]:
-    """Yield the folders of the cgroups (v1 or v2) that limit this process's memory, or its `cpu`, innermost first."""
+    """Yield the folders of the cgroups (v1 or v2) that limit this process's memory or `cpu` time, innermost first."""
     root = SYSTEM / "sys/fs/cgroup"
     with contextlib.suppress(OSError):
         for line in (SYSTEM / "proc/self/cgroup").read_text().splitlines():

@@ -89,9 +89,9 @@ class Launch:
 
     @property
     def sums_in_float32(self) -> bool:
-        """Whether DeepSpeed adds up the bf16 gradients of a step's forwards in float32, as stages 2 and 3 can."""
+        """Whether DeepSpeed accumulates a step's bf16 gradients in float32, as stages 2 and 3 can."""
         named = (self.json.get("data_types") or {}).get("grad_accum_dtype") or "fp32"
-        # stage 2 with an offloaded optimizer would add them up on the GPU, using the memory that offload should free
+        # stage 2 with an offloaded optimizer would accumulate on the GPU, in the memory that offload should free
         able = self.stage == 3 or (self.stage == 2 and self.offload("optimizer") == "none")
         return self.precision[0] == "bf16" and able and named == "fp32"
 
@@ -115,7 +115,7 @@ class Launch:
             return math.nan
 
     def nvme_path(self, what: str) -> Path:
-        """The folder for `optimizer` or `param` under NVMe offload, which accelerate 1.15 does not hand over."""
+        """The folder for `optimizer` or `param` under NVMe offload; accelerate 1.15 does not pass it to the ranks."""
         key = f"offload_{what}_nvme_path"
         inside = (self.zero.get(f"offload_{what}") or {}).get("nvme_path")
         named = self.arguments.get(key) or (self.yaml.get("deepspeed_config") or {}).get(key) or inside
@@ -136,7 +136,7 @@ class Launch:
 
     @property
     def shard_ranks(self) -> int:
-        """Number of ranks that one copy of the model is sharded over, if it is sharded; fewer than all under HSDP."""
+        """Number of ranks that a copy of the model is sharded over, if it is; under HSDP, fewer than all ranks."""
         copies = self.parallelism.get("dp_replicate", 1) if self.backend == "fsdp" else 1
         return max(self.world_size // copies, 1)
 
@@ -169,8 +169,8 @@ class Launch:
 
     @property
     def named_precision(self) -> tuple[str, str] | None:
-        """The precision, and where it is named; None if the launch names none: the launcher's own `no` does not count.
-        `enabled` true or false in the JSON wins over the command line."""
+        """The precision, and where it is named; None if the launch names none. The `no` that the launcher sets by
+        default does not count. `enabled` true or false in the JSON wins over the command line."""
         for name in ("bf16", "fp16"):
             if self.json_enabled(name) == "true":
                 return name, f"{self.json_file}"
@@ -182,7 +182,7 @@ class Launch:
 
     @property
     def requested_precision(self) -> tuple[str, str] | None:
-        """The precision named by the command line, the yaml or a variable, and which of them named it; else None."""
+        """The precision that command line, yaml or a variable names, and which of these does; None if none does."""
         value = self.environment.get(PRECISION, "no").lower()
         if "mixed_precision" in self.arguments:
             return value, "--mixed_precision"
@@ -216,8 +216,8 @@ def launch_of_this_process() -> Launch:
 
 
 def read_launch(environment: Mapping[str, str], command: list[str], folder: Path = Path()) -> Launch:
-    """The launch of a rank with these environment variables; `command`, given in `folder`, started the rank's launcher.
-    Without a launcher the command is empty."""
+    """The launch of a rank with these environment variables. `command` started the rank's launcher, in the folder
+    `folder`. Without a launcher the command is empty."""
     arguments = launcher_flags(command)
     config_file = arguments.get("config_file")
     if config_file is None and command:
@@ -232,7 +232,7 @@ def read_launch(environment: Mapping[str, str], command: list[str], folder: Path
         beside = Path(config_file or "").parent / named
         try:
             if not (folder / json_file).exists() and (folder / beside).is_file():
-                json_file = beside  # so a yaml and its JSON are found from every folder
+                json_file = beside  # so a yaml beside its JSON works from every folder
             loaded = json.loads(read_text(folder / json_file))
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"deepspeed_config_file {one_line(named)}: cannot be read as JSON: {error}") from None
@@ -253,7 +253,7 @@ def launcher_parser() -> argparse.ArgumentParser:
 
 
 def _handed_over(path: Path, command: list[str]) -> dict[str, str]:
-    """The environment of the first rank of a machine, if `accelerate launch` were started by this command."""
+    """The environment that the `accelerate launch` in `command` would give to the first rank of a machine."""
     usage = io.StringIO()
     try:
         from accelerate.commands.launch import _validate_launch_command
@@ -293,7 +293,7 @@ def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         text = read_text(path)
         content = yaml.safe_load(text)
-    # for `!!bool x` and `!!timestamp x`, yaml raises Python's own errors
+    # for content such as `!!bool x` or `!!timestamp x`, yaml raises errors of Python, not its own
     except (OSError, ValueError, LookupError, AttributeError, RecursionError, yaml.YAMLError) as error:
         problem = one_line(" ".join(str(error).split()), 300)
         raise UserError(f"launch file {path}: cannot be read as YAML: {problem}") from None
@@ -311,7 +311,7 @@ def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _check_sections(where: str, content: Any, names: Iterable[str]) -> None:
-    """Raise UserError unless `content` is a mapping, and its values under these names are mappings or absent."""
+    """Raise UserError unless `content` is a mapping in which each of these names is absent or has a mapping."""
     if not isinstance(content, dict):
         raise UserError(f"{where}: expected keys with values")
     for name in names:

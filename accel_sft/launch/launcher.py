@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 PARENT = os.getppid()
-"""Process id of the parent. Read before torch is imported, which takes seconds: a launcher that is killed meanwhile
-would otherwise go unnoticed."""
+"""Process id of the parent. Read before torch is imported: if the launcher were killed during the import, which takes
+seconds, a later read would give another process's id."""
 _ACCELERATE = re.compile(r"accelerate([-_.]|$)")
 _TORCHRUN = re.compile(r"(torchrun|torch\.distributed\.run)$")
 PRECISION = "ACCELERATE_MIXED_PRECISION"
-"""The variable in which `accelerate launch` always gives a rank a precision; it is `no` if none was named."""
+"""The variable with which `accelerate launch` always tells ranks a precision; `no` if the user named none."""
 
 
 def launcher_command() -> tuple[list[str], Path]:
-    """Command line and folder of the `accelerate launch` that started this process; both empty without one."""
+    """Command line and working directory of the `accelerate launch` that started this process; empty without one."""
     if "LOCAL_RANK" in os.environ or PRECISION in os.environ:
         return _command(_above(_ACCELERATE))
     return [], Path()
@@ -45,7 +45,7 @@ def will_restart() -> bool:
 
 
 def launcher_flags(command: list[str]) -> dict[str, str]:
-    """The launcher's own `--name value` flags, by name without dashes. Includes a script's flags (other names)."""
+    """The launcher's own `--name value` flags, by name without dashes. A script's flags (other names) count too."""
     flags: dict[str, str] = {}
     for index, word in enumerate(command):
         if (word == "-m" and index > 2) or word == "--module":
@@ -60,7 +60,7 @@ def launcher_flags(command: list[str]) -> dict[str, str]:
 
 def own_words(command: list[str], without: Collection[str] = ()) -> list[str]:
     """Return the launcher's flags as they were typed, up to the module that it starts; [] if it starts a script. The
-    flags named in `without` (without dashes) are left out with their values."""
+    flags in `without` (names without dashes) are left out, with their values."""
     begin = next((at + 1 for at, word in enumerate(command[:3]) if _is_launcher(word)), len(command))
     begin += command[begin : begin + 1] == ["launch"]
     end = next((at for at in range(begin, len(command)) if command[at] in ("-m", "--module")), begin)
@@ -92,7 +92,7 @@ def _above(program: re.Pattern[str]) -> Any:
 
 
 def _command(process: Any) -> tuple[list[str], Path]:
-    """Command line and folder of a process; both empty for None, and if the process has just ended."""
+    """Command line and working directory of a process; both empty if it is None or has just ended."""
     import psutil
 
     with contextlib.suppress(psutil.Error):

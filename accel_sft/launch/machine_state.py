@@ -75,12 +75,12 @@ def this_machine_computes_bf16(*, with_gpus: bool = True) -> bool:
 
 
 class Cores(NamedTuple):
-    """How many of this process's cores were busy, idle, stolen or held since the last call, on average."""
+    """How many of this process's cores were busy, idle, stolen or held, on average since the last call."""
 
-    busy: float  # ran any user's processes; interrupts do not count
+    busy: float  # cores that ran processes of any user; interrupts do not count
     idle: float
-    stolen: float  # processes waited while a hypervisor ran other machines (steal)
-    held: float  # processes waited because a container's CPU quota was used up
+    stolen: float  # cores whose processes waited while a hypervisor ran other machines (steal)
+    held: float  # cores whose processes waited because a container's CPU quota was used up
 
 
 class CoreClock:
@@ -102,7 +102,7 @@ class CoreClock:
 
 
 def _core_seconds() -> list[float]:
-    """The time, and the seconds that this process's cores were busy, idle, stolen and held until then: see proc(5)."""
+    """The time, and how many seconds this process's cores have been busy, idle, stolen and held: see proc(5)."""
     try:
         lines = (host_memory.SYSTEM / "proc/stat").read_text().splitlines()
     except OSError:
@@ -126,8 +126,8 @@ _POWER_CAP = 0x4
 REASONS = {_POWER_CAP: "power cap", 0x12: "clocks set by a person", 0x60: "heat", 0x88: "slowdown by hardware"}
 """Why a GPU's clock is low, by bits of nvmlClocksEventReason* in nvml.h."""
 _FULL_POWER, _FULL_CLOCK = 0.98, 0.9
-"""Shares of a GPU's default power limit and of its highest clock; from these shares on, the GPU does not count as
-slowed down. Limits are rounded to watts, and on a quiet machine the clock varies by as much between measurements."""
+"""Shares of a GPU's default power limit and of its highest clock. A GPU with at least these shares does not count as
+slowed down: limits are rounded to watts, and even on a quiet machine the clock varies by 10% between measurements."""
 
 
 class GpuState(NamedTuple):
@@ -155,8 +155,8 @@ def gpu_state(nvml: Any, handle: Any) -> GpuState:
 
 
 def others_gib(nvml: Any, handle: Any) -> float:
-    """Memory that processes of other launches use on a GPU. NaN if the driver does not list this process, such as in
-    containers: the owners of the listed processes are then unknown."""
+    """Memory that processes of other launches use on a GPU. NaN if the driver's list lacks this process, for example in
+    a container: the owners of the listed processes are then unknown."""
     try:
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:

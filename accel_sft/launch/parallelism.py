@@ -73,14 +73,14 @@ def parallelism_config(launch: Launch, *, train: bool) -> ParallelismConfig | No
 
 
 def sized(launch: Launch, processes: int) -> tuple[str, ...]:
-    """The launcher's flags that start this launch file with another number of processes."""
+    """The launcher's flags that start this launch file with a different number of processes."""
     tensor = launch.parallelism.get("tp", 1) > 1  # all processes share each matrix
     return "--num_processes", f"{processes}", *(("--parallelism_config_tp_size", f"{processes}") if tensor else ())
 
 
 def fitted(launch: Launch, devices: int) -> Launch:
-    """Return the launch as a machine with `devices` accelerators runs it: with a rank for each, if the file asks for
-    more. The number of ranks stays if the command line gives it, on several machines, and with `parallelism`."""
+    """Return the launch as a machine with `devices` accelerators runs it: with one rank for each, if the file asks for
+    more ranks. The number stays if the command line names it, on several machines, and with `parallelism`."""
     grouped = launch.parallelism or launch.machines > 1
     if grouped or "num_processes" in launch.arguments or "num_processes" not in launch.yaml:
         return launch
@@ -91,7 +91,7 @@ def fitted(launch: Launch, devices: int) -> Launch:
 
 
 def audit_devices(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
-    """Yield an error for more ranks than accelerators, and a note if the file asks for another number of ranks."""
+    """Yield an error for more ranks than accelerators, and a note if the file does not ask for one rank on each."""
     ranks, gpus = launch.local_world_size, f"{devices} GPU{'s' * (devices > 1)}"
     if ranks > devices:
         fix = f"--num_processes {devices * launch.machines}"

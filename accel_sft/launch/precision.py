@@ -15,7 +15,7 @@ from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import PRECISION
 
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
-"""Names in /proc/cpuinfo of instructions that multiply bf16: of Intel, of Intel and AMD, of ARM. With AVX-512 alone
+"""Names in /proc/cpuinfo of instructions that multiply bf16: on Intel; on Intel and AMD; on ARM. With AVX-512 alone
 oneDNN accepts bf16 too, but emulates it, many times slower than float32."""
 
 
@@ -84,15 +84,15 @@ def choose_precision(launch: Launch, device: Any, precision_of_run: str | None =
 
 
 def assume_precision(launch: Launch, bf16: bool) -> Launch:
-    """Return the launch with the precision it would pick itself: bf16 if the devices compute `bf16`, else float32."""
+    """Return the launch with a precision. If it names none: bf16 if the devices compute it (`bf16`), else float32."""
     if launch.named_precision:
         return launch
     return dataclasses.replace(launch, resolved=("bf16" if bf16 else "no", "as its devices compute it"))
 
 
 def type_in_files(model: Any, name: str, weights: Any, dtype: Any) -> Any:
-    """The type of the tensor `weights` in files of type `dtype`. It differs where transformers keeps float32, such as
-    for the biases that choose experts."""
+    """The type with which the tensor `weights` is saved in files of type `dtype`. It is a different type where
+    transformers keeps float32, for example for the biases with which a router chooses experts."""
     plan = model._get_dtype_plan(dtype)
     usual = dtype if weights.is_floating_point() else weights.dtype
     return next((kind for pattern, kind in plan.items() if re.search(pattern, name)), usual)

@@ -1,4 +1,4 @@
-"""Makes values fit for a record (valid in JSON, without secrets), and reads the libraries' versions. No torch."""
+"""Makes values fit for a record (valid in JSON, without secrets), and reads the versions of libraries. No torch."""
 
 import contextlib
 import functools
@@ -24,12 +24,12 @@ _SECRET = re.compile(
 )
 """Matches names of secrets, in small letters with _ between words: `hf_token`, not `eos_token` or `max_tokens`."""
 _PERHAPS = re.compile(r"(?:^|_)(?:key|token)s?\d*(?:_|$)")
-"""Matches names whose value is a secret if it looks random: an `answer_key` is more often a column than a password."""
+"""Matches names whose value counts as a secret only if it looks random: an `answer_key` is more often a column."""
 _RANDOM = re.compile(r"(?=[A-Za-z]*\d)[A-Za-z\d]{16}|[\da-fA-F]{8}-[\da-fA-F]{4}-")
 _CONTROL = re.compile(r"<.*>|\[\w+\]")
 """Matches tokens of models: `<|end|>`, `</s>`, `[SEP]`."""
 _VARIABLE = re.compile(r"([?&][\w.-]+|\b[A-Z][A-Z0-9_]*)=([^\s&'\"]+)")
-"""A variable of a URL's query or of an environment, with its value."""
+"""Matches a variable of a URL's query or of an environment, with its value."""
 _IN_TEXT = tuple(
     (re.compile(pattern), shown)
     for pattern, shown in (
@@ -77,7 +77,7 @@ def masked(text: str) -> str:
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
-    """The words of a command line, `masked`, with HIDDEN for the values of options and variables named as secrets."""
+    """The words of a command line, `masked`. HIDDEN replaces values of options and variables named as secrets."""
     shown, name = [], ""  # the name of the option whose value comes next
     for word in words:
         flag, equals, value = word.partition("=")
@@ -106,7 +106,7 @@ def command_line(words: Sequence[str]) -> str:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Installed versions of what decides a run's numbers: Python, this package and the libraries below it."""
+    """Installed versions of what decides a run's numbers: Python, this package and the libraries that it uses."""
     installed = {"python": platform.python_version()}
     for name in ("accel-sft", "torch", "transformers", "tokenizers", "accelerate", "deepspeed", "peft"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -52,7 +52,7 @@ def start(
 
     Takes the launch from `begin`, and returns it with its precision. Without `train` this is an evaluation.
     """
-    # notes are about training: an evaluation is not slower without a launcher, and has the run's own precision
+    # notes concern training only: an evaluation is not slower without a launcher, and has the evaluated run's precision
     findings = [finding for finding in audit(config, launch) if train or finding.level != "note"]
     refuse(findings)
     with quiet(None, config.debug) as stream:
@@ -72,7 +72,7 @@ def start(
 
 
 def differing_versions(machines: Sequence[tuple[str, dict[str, str]]]) -> Iterator[Finding]:
-    """Yield an error for each library whose version differs between `machines` (host and versions, by rank).
+    """Yield an error for each library whose version differs by rank; `machines` has hosts and versions by rank.
 
     Ranks with different code may wait for each other for ever. Python and a library's build (`+cu130`) may differ.
     """
@@ -105,11 +105,11 @@ def _settings_line(config: TrainConfig, task: Task, train: bool) -> str:
     the settings that it uses."""
     usual, values = TrainConfig().resolved({}), config.as_dict()
     if train:
-        del values["output_dir"]  # the line of the run has it
+        del values["output_dir"]  # the line with the run's folder shows it
     else:
         used = {setting.name for setting in settings(TrainConfig) if setting.section in (MODEL, EVAL)}
         values = {k: v for k, v in values.items() if k in used | {"max_length", "thinking", "output_dir"}}
-    always = _ALWAYS[1:] if config.init_from else _ALWAYS  # the weights' folder stands for the model
+    always = _ALWAYS[1:] if config.init_from else _ALWAYS  # `init_from` names the model
     differing = {k: v for k, v in values.items() if v is not None and (v != getattr(usual, k) or k in always)}
     mine = [setting for setting in settings(type(task)) if getattr(task, setting.name) != setting.default]
     differing |= recordable({setting.name: getattr(task, setting.name) for setting in mine})

@@ -1,7 +1,7 @@
 """Bytes that a forward keeps for its backward (activations of the blocks, logits), and their peak.
 
 What autograd saves was counted tensor by tensor (`saved_tensors_hooks`) on small models of transformers 5.23 in
-bfloat16, float32 and float32 under autocast, trained whole or by an adapter. The peak was compared with forwards
+bfloat16, float32, and float32 under autocast, training all weights or an adapter. The peak was compared with forwards
 simulated on fake tensors (benchmarks/plan_accuracy.py). The formulas leave out what changes a peak by a few percent.
 """
 
@@ -10,10 +10,10 @@ from accel_sft.memory.shape import Block, Matrix
 
 LOGIT = 12
 """Bytes per logit in the loss's backward: the log-softmax, its gradient and the logit's gradient, all in float32.
-Logits in a narrower type are freed by then."""
+Logits in a narrower type have been freed before that."""
 _TOWER_KEEPS, _TOWER_HOLDS = 50, 40
-"""Bytes per patch and element of a vision tower's `width`, in half precision: kept by a trained block (measured: 31 to
-57), and held at once by a frozen tower (24 to 44)."""
+"""Bytes per patch and element of a vision tower's `width`, in half precision. A trained block keeps the first number
+(measured: 31 to 57); a frozen tower holds the second at one moment (24 to 44)."""
 PIXEL = 4
 """Bytes of a pixel value in the processor's output."""
 
@@ -36,7 +36,7 @@ def block_bytes(job: Job, block: Block) -> float:
             outputs = sum(m.outputs for m in into if m.copies == last.copies)
             gated = 2 if outputs >= 2 * last.inputs else 1  # the activated gate, and its product with up
             saved += e * last.active * (outputs + gated * last.inputs)
-            if last.copies > 1:  # a token's hidden state goes to each of its experts, and comes back
+            if last.copies > 1:  # each expert of a token gets the hidden state and returns one
                 saved += 2 * e * last.active * hidden
     return saved + (_adapter(job, block) if job.is_frozen else 0.0)
 
@@ -57,7 +57,7 @@ def _norm_bytes(job: Job) -> int:
 
 
 def _adapter(job: Job, block: Block) -> float:
-    """Bytes that an adapter adds for one token of a block: its states, and dropout's masks and inputs."""
+    """Bytes that an adapter adds for one token of a block: the adapter's states, and dropout's masks and inputs."""
     e, mask = job.computes_bytes, job.computes_bytes if job.on_cpu else 1
     adapted = {matrix for *_, matrix in job.shape.adapted(job.adapter, job.target_modules)}
     inputs = [m.inputs for m in block.matrices if m in adapted and m.is_linear]
@@ -80,13 +80,13 @@ def _whole_block(job: Job, block: Block) -> float:
 
 
 def _merged_experts(job: Job, block: Block) -> list[float]:
-    """Bytes of each copy of fused experts' weights: peft adds an adapter to the copy, and autograd saves it."""
+    """Bytes of each copy that peft makes of fused experts' weights to add an adapter; autograd saves these copies."""
     adapted = {matrix for *_, matrix in job.shape.adapted(job.adapter, job.target_modules)} if job.is_frozen else set()
     return [job.computes_bytes * m.parameters for m in block.matrices if m.copies > 1 and m in adapted]
 
 
 def _saved_and_recomputed(job: Job) -> tuple[float, float]:
-    """Bytes that all blocks keep at the end of the largest forward, and bytes that checkpointing recomputes at once."""
+    """Bytes that all blocks keep at the end of the largest forward, and bytes of the block being recomputed."""
     blocks = [(block.count, _whole_block(job, block)) for block in job.shape.blocks]
     if not job.gradient_checkpointing:
         return sum(count * size for count, size in blocks), 0.0
@@ -104,7 +104,7 @@ def forward_bytes(job: Job) -> float:
 
 
 def logits_bytes(job: Job) -> float:
-    """Bytes that head and loss hold at once; the head's inputs, too, if it works in pieces."""
+    """Bytes that head and loss hold at one time; if the head works in pieces, with the head's inputs."""
     vocabulary, e = job.shape.vocab_size, job.computes_bytes
     if _in_pieces(job):
         return e * job.shape.hidden_size * job.supervised_tokens + float(LOGIT * max(MOST_LOGITS, vocabulary))
@@ -127,7 +127,7 @@ def peak_bytes(job: Job) -> dict[str, float]:
     if _in_pieces(job):  # the gradients of the head's first two pieces are added into a third tensor
         logits = max(head + logits, 3 * head)
     logits += head if casts else 0
-    tied = head * (2 if casts else 1) * shape.tied  # a tied head's gradient stays until the embedding's comes
+    tied = head * (2 if casts else 1) * shape.tied  # a tied head's gradient stays until the embedding's backward
     in_head = saved + inside + job.tokens * shape.hidden_size * _norm_bytes(job) + logits
     backward = max((_block_backward(job, block) for block in shape.blocks), default=0.0)
     in_block = max(saved + inside + recomputed + backward + tied, 3 * tied)
@@ -137,7 +137,7 @@ def peak_bytes(job: Job) -> dict[str, float]:
 
 
 def _block_backward(job: Job, block: Block) -> float:
-    """Bytes of gradients in the backward of a block's widest part, besides what the block keeps."""
+    """Bytes of gradients in the backward of a block's widest part, without what the block keeps."""
     e, hidden = job.computes_bytes, job.shape.hidden_size
     wide = 0.0
     for group in ("feed_forward", "experts"):
@@ -151,8 +151,8 @@ def _block_backward(job: Job, block: Block) -> float:
 
 
 def tower_bytes(job: Job) -> tuple[float, float]:
-    """Bytes that a vision tower keeps for the backward, and bytes that it holds at once in its forward; both include
-    the pixels. A frozen tower keeps nothing else; with `--train-only` all of the tower counts as trained."""
+    """Bytes that a vision tower keeps for the backward, and the most that it holds in its forward; both include the
+    pixels. A frozen tower keeps only the pixels; with `--train-only` all of the tower counts as trained."""
     pixels, tower = float(PIXEL * job.pixels), job.shape.tower
     if tower is None or not tower.values:
         return pixels, pixels

@@ -1,8 +1,8 @@
 """Predicts a job's memory by phase and component in closed form: without measuring anything, and without torch.
 
 On a GPU the allocator reuses freed memory, so a phase takes the most that is held at one moment. On a CPU the trainer
-makes glibc keep freed blocks of up to 32 MiB (launch/environment.py). So the memory that a forward, the building of an
-engine or an exchange once took stays resident, and phases add up. benchmarks/plan_accuracy.py measured what stays.
+makes glibc keep freed blocks of up to 32 MiB (launch/environment.py). So memory that a forward, the building of an
+engine or an exchange took once stays resident, and the phases add up. benchmarks/plan_accuracy.py measured what stays.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ from accel_sft.memory.states import AVERAGE, FLOAT32, Placed, placed, weights_by
 
 GIB = 2**30
 CHECKPOINT_BYTES = 12
-"""Maximum number of bytes per trained parameter in a checkpoint: the weight and AdamW's moments, in float32."""
+"""Maximum bytes per trained parameter in a checkpoint: for the weight and AdamW's two moments, in float32."""
 FILE_BYTES = 2**30
-"""Bytes above which a checkpoint file gets no further tensor; about as many bytes are copied to host memory at once."""
+"""Size above which a checkpoint file gets no further tensor; about as much is copied to host memory at a time."""
 CUDA_BYTES = GIB
 """Assumed bytes of a GPU's memory outside of torch's allocator: half is the CUDA context, and an NCCL group took 0.53
 to 0.67 GiB on A100s (NVIDIA/nccl issue 964)."""
@@ -28,18 +28,18 @@ PROCESS_BYTES = {"ddp": 1.5 * GIB, "deepspeed": 1.7 * GIB}
 CPU_BYTES = 0.4 * GIB
 """Resident bytes of a CPU's rank before its model is loaded."""
 IMAGES_BYTES = 0.1 * GIB
-"""Resident bytes that an image processor adds to these, besides twice the pixel values of a forward."""
+"""Resident bytes that an image processor adds to a rank's, in addition to twice a forward's pixel values."""
 GROWTH_BYTES = 0.24 * GIB
 """Bytes by which a CPU's rank grows until its first step has ended: imports, compiled code, caches, the heap's gaps."""
 HEAP = 1.3
-"""What a forward and its backward leave in a CPU's heap, as a multiple of what the forward keeps."""
+"""Bytes that a forward and its backward leave in a CPU's heap, as a multiple of those that the forward keeps."""
 LEFT_IN_HEAP = {"ddp": 2.5, 0: 0.5, 1: 4.0, 2: 4.0, 3: 6.5}
 """Bytes that a CPU's heap and collectives keep, by backend or ZeRO stage: per trained parameter at stages 1 and 2, else
-per parameter. They hold DDP's first buckets, weights before sharding, gathered weights, and exchange buffers."""
+per parameter. They held DDP's first buckets, weights before sharding, gathered weights, and exchange buffers."""
 PHASES = ("load", "shard", "first_step", "step", "evaluate", "save", "export")
 """Phases of a run, in order. `first_step` is from the first forward to the first update; `step` is any later step."""
 WITH_COPY = ("step", "evaluate", "save", "export")
-"""Phases in which host memory has copies of the state and of the best weights, to be written in the background."""
+"""Phases in which host memory has copies of the run's state and of the best weights, written in the background."""
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 """Parts of a rank's memory. `buffers`: communication buckets, gathered weights, copies for a disk or another device,
 freed memory that the heap keeps; `overhead`: the process, its libraries, the CUDA context, a GPU allocator's gaps."""
@@ -50,13 +50,13 @@ Memory = Mapping[str, Mapping[str, float]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The most memory that a rank of a job takes within each phase.
+    """The most memory that a rank of a job takes at any moment of each phase.
 
     Attributes:
         device: memory of one rank's accelerator; {} where ranks train on the CPU.
         host: resident memory of one rank's process, shared pages included.
-        spare_bytes: what a rank can save in the phases WITH_COPY if host memory is short: training then waits while
-            checkpoints are written file by file.
+        spare_bytes: host memory that a rank can save in the phases WITH_COPY: training then waits while checkpoints are
+            written file by file.
         notes: what the numbers leave out.
     """
 
@@ -135,7 +135,7 @@ def _add(to: Mapping[str, float], **more: float) -> dict[str, float]:
 
 
 def _resident(states: Placed, overhead: float, *, moments: bool = True) -> dict[str, float]:
-    """A phase with only what is kept between two forwards; before the first update there are no `moments`."""
+    """A phase's memory with only what is kept between two forwards; before the first update, without `moments`."""
     optimizer = states.master + states.averages + (states.moments if moments else 0)
     sizes = {"weights": states.weights, "gradients": states.held, "optimizer": optimizer, "buffers": states.buffers}
     return _phase(overhead, **sizes)
@@ -205,14 +205,14 @@ def _on_cpu(job: Job, states: Placed, part: Job) -> dict[str, dict[str, float]]:
     return {
         "load": _phase(start, weights=loaded),
         "shard": _resident(dataclasses.replace(states, buffers=0.0), start, moments=False),
-        "first_step": _add(most, optimizer=-states.moments / 2),  # its moments take blocks that its backward freed
+        "first_step": _add(most, optimizer=-states.moments / 2),  # moments take blocks that the first backward freed
         "step": most,
         **_after_training(job, after, states.gathered, 0.0),
     }
 
 
 def _generating_bytes(job: Job) -> float:
-    """Bytes of the KV cache of all answers generated at once, and of their next tokens' logits."""
+    """Bytes of the KV cache of all answers generated in one batch, and of their next tokens' logits."""
     shape, e = job.shape, job.computes_bytes
     length = job.eval_tokens or max(job.tokens // max(job.rows, 1), 1)
     cache = 2 * shape.layers * shape.key_value_heads * shape.head_dim * e * length / job.launch.tensor_ranks
@@ -220,8 +220,8 @@ def _generating_bytes(job: Job) -> float:
 
 
 def loading_bytes(job: Job) -> float:
-    """Least bytes of host memory that a GPU's rank takes while it loads the weights. Mapped files are page cache;
-    converted weights need memory, unless ZeRO-3 shards them as they are read."""
+    """Least bytes of host memory that a GPU's rank takes while it loads the weights. Memory-mapped files count as page
+    cache. Converted weights need memory, unless ZeRO-3 shards them while they are read."""
     converts = job.loaded_bytes != job.stored_bytes and job.launch.stage < 3
     return weights_bytes(job) / job.launch.tensor_ranks if converts else 0.0
 
@@ -233,14 +233,14 @@ def _file_bytes(job: Job) -> float:
 
 
 def _copied_bytes(job: Job) -> float:
-    """Bytes of a rank's copy of its part of a checkpoint, in host memory from the first checkpoint on."""
+    """Bytes of a rank's copy of its part of a checkpoint; it stays in host memory after the first checkpoint."""
     if not job.saves:
         return 0.0
     of_parameter, ranks = checkpoint_bytes_each(job.ema_decay is not None), job.ranks
     if job.launch.backend == "fsdp":
-        ranks = job.launch.shard_ranks  # HSDP's first copy of the model writes all
+        ranks = job.launch.shard_ranks  # under HSDP, the ranks of the first model copy write all
     largest = 0 if job.launch.stage or job.launch.shards_weights else min(job.shape.largest_tensor, job.trained)
-    size = of_parameter * (largest + (job.trained - largest) / ranks)  # one rank writes a tensor that all hold
+    size = of_parameter * (largest + (job.trained - largest) / ranks)  # a tensor that all ranks hold is written by one
     if job.launch.offload("optimizer") != "none":
         return size
     return size * job.rounding(FLOAT32 / (ranks if job.launch.shards_weights else 1))  # a GPU copies to pinned memory

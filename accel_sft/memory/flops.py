@@ -2,18 +2,18 @@
 
 Model FLOPs utilisation (MFU) is model FLOPs per second over the device's peak. They are counted as in NeMo AutoModel:
 
-- A trained matrix takes 6 FLOPs for each element and token: 2 in the forward, 2 for the gradient of its input, 2 for
-  its own. A frozen matrix takes 4, an adapter's matrices take 6. Embeddings, norms and biases count as 0.
-- Attention takes 12 for each query-key pair and each element of the queries, as both its products have two operands
-  that need gradients; a row of T tokens has T^2 / 2 pairs. AutoModel takes two thirds of that under LoRA, although
-  attention needs the same gradients. So with 4,096 tokens and 8 billion parameters, MFU is 3% higher here.
+- A trained matrix takes 6 FLOPs for each element and token: 2 in the forward, 2 for the input's gradient, 2 for its
+  own. A frozen matrix takes 4, an adapter's matrices take 6. Embeddings, norms and biases count as 0.
+- Attention takes 12 for each query-key pair and each element of the queries, as attention's two products each have two
+  operands that need gradients; a row of T tokens has T^2 / 2 pairs. AutoModel takes two thirds of that under LoRA,
+  although attention needs the same gradients. So with 4,096 tokens and 8 billion parameters, MFU is 3% higher here.
 - The head counts for supervised tokens only, as no other logit is needed for the loss.
 - A prefix that rows share counts once, as it is computed; padding never counts. So MFU shows how well a device is
   used; tokens per second, which count each row's prefix, show how much sharing saves.
 - Recomputation by gradient checkpointing does not count: that would be hardware FLOPs utilisation (HFU).
 
-Of experts only the chosen ones count. A vision tower counts as 0, a sliding window as full attention, and a module
-that `--lora-modules-to-save` trains whole as frozen.
+Only a token's chosen experts count. A vision tower counts as 0, a sliding window as full attention, and a module that
+`--lora-modules-to-save` trains in full as frozen.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from accel_sft.memory.job import Job
 
 @dataclasses.dataclass(frozen=True)
 class ModelFlops:
-    """FLOPs that training takes for each token, for each token with a loss, and for each query-key pair."""
+    """FLOPs that training takes per token, per supervised token (in addition), and per query-key pair."""
 
     token: float
     supervised_token: float
@@ -46,7 +46,7 @@ def model_flops(job: Job) -> ModelFlops:
 
 
 class Peaks(NamedTuple):
-    """A device's dense peaks in TFLOP/s by computing type, with sums in float32; None where it lacks the type.
+    """A device's dense peaks in TFLOP/s by computing type, with sums in float32; None for a type that it lacks.
 
     `link` is the rate, in GB/s, at which one GPU sends to others of its machine: about 0.8 of NVLink's rate in one
     direction, or without NVLink the rate of PCIe 4.0 or 5.0. `host_link` is the rate between GPU and host.

@@ -1,4 +1,4 @@
-"""`Job`: a training run as predictions of memory and speed see it: model, launch and sizes."""
+"""`Job`: what predictions of memory and speed need of a training run: model, launch and sizes."""
 
 import dataclasses
 import math
@@ -19,8 +19,8 @@ AS_CONFIGURED += ("lora_target_parameters", "load_in_4bit", "optimizer", "dtype"
 AS_CONFIGURED += ("ema_decay", "train_only")
 """Attributes of a job that have the name and the value of an option."""
 MOST_LOGITS = 2**25
-"""Maximum number of logits (tokens times vocabulary) that a head in pieces holds at once: 128 MiB in
-float32, and about three times that in a backward."""
+"""Maximum number of logits (tokens times vocabulary) that a head in pieces holds at a time: 128 MiB in float32, and
+about three times that in a backward."""
 
 
 def pinned(size: float) -> float:
@@ -39,11 +39,11 @@ class Job:
         tokens: tokens in the largest forward of a rank, padding included; `supervised_tokens` of them have a loss.
         rows, pixels: rows in that forward, and pixel values of its images, as the processor makes them.
         head: `labelled`, `everywhere` or `pieces`, as in `batching.loss.HEADS`.
-        copied_keys: keys that rows after a shared prefix attend to (prefix and own), summed over rows; attention may
-            copy them, see `copies`. 0: no prefix.
+        copied_keys: keys that rows after a shared prefix attend to (the prefix's and their own), summed over rows;
+            attention may copy these keys, see `copies`. 0: no prefix.
         in_cache: whether rows continue from the KV cache of their prefix.
-        eval_rows: answers generated at once during the run; 0: none are generated.
-        eval_tokens: tokens of the longest of these answers with its prompt; 0: as many as a row of the forward has.
+        eval_rows: number of answers generated in one batch at an evaluation during the run; 0: none.
+        eval_tokens: tokens of the longest of these answers and its prompt; 0: as many as a row of the forward has.
         saves: whether checkpoints are written.
     """
 
@@ -98,7 +98,7 @@ class Job:
 
     @property
     def autocast(self) -> bool:
-        """Whether autocast computes in a reduced precision from float32 weights, as with one process and DDP."""
+        """Whether autocast computes in reduced precision with float32 weights, as in one process and under DDP."""
         return self.launch.backend not in ("deepspeed", "fsdp") and self.computes_bytes < 4
 
     @property
@@ -109,7 +109,7 @@ class Job:
 
     @property
     def prefix_and_own(self) -> tuple[int, int]:
-        """Tokens of the prefix whose cache the rows continue (0: no prefix), and of a padded row after it."""
+        """Tokens of the prefix from whose cache rows continue (0: no prefix), and of a padded row after the prefix."""
         if not (self.in_cache and self.copied_keys and self.rows > 1):
             return 0, math.ceil(self.tokens / max(self.rows, 1))
         prefix = (self.copied_keys - self.tokens) // (self.rows - 1)
@@ -122,7 +122,7 @@ class Job:
 
     @property
     def sums_bytes(self) -> int:
-        """Bytes of one element of the gradients that DeepSpeed adds up over a step's forwards."""
+        """Bytes of one element of the gradients that DeepSpeed accumulates over a step's forwards."""
         return 4 if self.launch.sums_in_float32 else self.computes_bytes
 
     @property
@@ -144,8 +144,8 @@ class Job:
         return self.shape.parameters + (self.trained if self.is_frozen else 0)
 
     def rounding(self, itemsize: float) -> float:
-        """Bytes of the blocks that torch pins in host memory, one for each matrix, divided by the matrices' bytes at
-        `itemsize` per element. An adapter's matrices are too small to matter. 1 if ranks train on the CPU."""
+        """Bytes of the blocks (one a matrix) that torch pins in host memory, divided by the matrices' bytes at
+        `itemsize` bytes an element. An adapter's matrices are too small to matter. 1 if ranks train on the CPU."""
         if self.on_cpu:
             return 1.0
         sizes = [(count, itemsize * elements) for count, elements in self.shape.tensors()]
@@ -157,7 +157,7 @@ class Job:
         return itemsize * (self.parameters - quantized) + IN_4_BITS * quantized
 
     def moments_bytes(self, itemsize: int) -> float:
-        """Bytes of the optimizer's state, where a trained weight takes `itemsize` bytes."""
+        """Bytes of the optimizer's state, if a trained weight takes `itemsize` bytes."""
         size = STATE_BYTES[self.optimizer] * self.trained
         return size if self.optimizer == "adamw-8bit" else size * itemsize / 4
 

@@ -14,7 +14,7 @@ from accel_sft.io import cache
 _KIND = "lengths"
 _DECIDE: tuple[str, ...] = ("model", "init_from", "max_length", "truncation", "thinking", "control_tokens")
 _DECIDE += ("train_limit", "mix", "chat_template")
-"""Settings that decide how long examples are."""
+"""Settings that affect how long examples are."""
 _TOKENIZED = "of the data as it was tokenized here last"
 
 
@@ -25,7 +25,7 @@ class Lengths:
     Attributes:
         source: where the numbers come from, in words.
         vocabulary: embedding rows of the built-in model `tiny`, whose tokenizer is made from the data; 0 if unknown.
-        pixels: most pixel values that the processor makes of one row's images; None if unknown.
+        pixels: most pixel values of one row's images, as the processor makes them; None if unknown.
     """
 
     longest: int
@@ -60,7 +60,7 @@ def keep(
 
 
 def read(task: Task, config: TrainConfig) -> Lengths:
-    """The lengths that the last run here stored for these resolved settings; without them, `--max-length` for all."""
+    """The lengths that the last run here stored for these resolved settings; if none did, `--max-length` for each."""
     entry = cache.find(_KIND, _key(task, config))
     if entry:
         return Lengths(**entry[1])

@@ -21,10 +21,10 @@ _SIZES |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim
 """Largest value that config.json may give each size; a model with more layers could not be built in reasonable time."""
 _ADAPTED_EXPERTS = ("mixtral", "qwen3_moe", "qwen3_vl_moe_text")
 _LORA_RANKS = {"gate": 1, "gate_up_proj": 2, "down_proj": 1}
-"""Families whose router and fused experts peft 0.21 adapts too with LoRA on all linear layers, and the ranks that it
-gives these, in multiples of --lora-r."""
+"""Families in which LoRA on all linear layers also adapts the router and the fused experts (peft 0.21), and the ranks
+that peft gives these, in multiples of --lora-r."""
 _MOST_TOKENS = 1024
-"""Most tokens with which a layer with a state is run; longer rows are extrapolated in proportion. A multiple of usual
+"""Most tokens on which a recurrent layer is measured; longer rows are extrapolated in proportion. A multiple of usual
 chunk sizes."""
 
 
@@ -65,7 +65,7 @@ def _built(config: dict[str, Any], name: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
-        # transformers writes infinity, which JSON lacks, as {"__float__": "Infinity"}: Granite 4's limit of time steps
+        # JSON lacks infinity; transformers writes it as {"__float__": "Infinity"}, as in Granite 4's configuration
         decoded = json.loads(json.dumps(config), object_hook=lambda d: float(d["__float__"]) if "__float__" in d else d)
         settings = AutoConfig.for_model(**decoded)
         autos: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
@@ -153,8 +153,8 @@ def _block(module: Any, active: int | None, config: Any) -> Block:
 
 
 def _kept_bytes(layer: Any, config: Any, itemsize: int, tokens: int) -> float:
-    """Bytes that a row keeps in a layer with a state, measured on the meta device. Such layers compute in chunks; they
-    keep products of a chunk's tokens, and states between chunks."""
+    """Bytes that a row keeps in a recurrent layer, measured on the meta device. Such a layer computes in chunks; it
+    keeps products of a chunk's tokens, and states between chunks."""
     import torch
 
     dtype, saved = torch.float32 if itemsize == 4 else torch.bfloat16, {}
@@ -175,12 +175,12 @@ def _kept_bytes(layer: Any, config: Any, itemsize: int, tokens: int) -> float:
 
 
 def _measured(recurrent: tuple[SavedBytes, ...]) -> tuple[SavedBytes, ...]:
-    """The measurements of a block's layers with a state, cached; () if one cannot be made."""
+    """The measurements of a block's recurrent layers, cached; () if one of the layers cannot be measured."""
     cached = tuple(map(functools.cache, recurrent))
     try:
         for measured in cached:
             measured(4, 2)
-    except Exception:  # noqa: BLE001 - packages' kernels run on GPUs alone; they keep little but inputs and outputs
+    except Exception:  # noqa: BLE001 - kernels of packages need a GPU; they keep little but inputs and outputs
         return ()
     return cached
 

@@ -8,9 +8,9 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.limits import names_of
 
 SavedBytes = Callable[[int, int], float]
-"""Maps bytes per element and tokens of a row to the bytes that the row keeps in a layer with a state."""
+"""Maps bytes per element and tokens of a row to the bytes that the row keeps in a recurrent layer."""
 ALL_LINEAR = "all-linear"
-"""The value of --lora-target-modules that stands for every linear layer but the head."""
+"""The value of --lora-target-modules that means every linear layer except the head."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Matrix:
     Attributes:
         group: `attention`, `recurrent`, `feed_forward` or `experts`.
         copies: how many equal matrices the block has, fused in one tensor (experts).
-        active: how many of the copies a token is multiplied by.
+        active: how many of the copies each token goes through.
         is_linear: whether it is a linear layer of its own, which an adapter can be put on.
         lora_ranks: rank that LoRA on all linear layers gives each copy, in multiples of --lora-r.
     """
@@ -42,8 +42,8 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """A kind of block; the model has `count` of them. `vectors` are elements of one block's norms; `recurrent` is
-    empty where layers with a state cannot be measured."""
+    """A kind of block; the model has `count` such blocks. `vectors` are elements of one block's norms; `recurrent` is
+    empty if its recurrent layers cannot be measured."""
 
     count: int
     matrices: tuple[Matrix, ...]
@@ -90,9 +90,9 @@ class ModelShape:
 
     Attributes:
         tied: whether the head is the embedding itself.
-        vectors: elements outside of the blocks that are in neither embedding nor head (the last norm, the head's bias).
+        vectors: elements outside of blocks, embedding and head's matrix (the last norm, the head's bias).
         other: parameters that text does not reach (a vision tower's); frozen unless --train-only names them.
-        tower: what reads images; None without it, or if its sizes are not known.
+        tower: the vision tower; None without one, or if its sizes are not known.
     """
 
     family: str
@@ -113,7 +113,7 @@ class ModelShape:
 
     @property
     def matrices(self) -> list[tuple[int, Matrix]]:
-        """The number of blocks of each kind, with each of their matrices."""
+        """Each matrix of each kind of block, with the number of blocks of this kind."""
         return [(block.count, matrix) for block in self.blocks for matrix in block.matrices]
 
     @property
@@ -128,7 +128,7 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters in blocks and head that a token is multiplied by; of experts, only the chosen."""
+        """Number of parameters in blocks and head that a token uses; of experts, only the chosen ones."""
         inside = sum(count * m.active * m.inputs * m.outputs for count, m in self.matrices)
         return inside + self.vocab_size * self.hidden_size
 
@@ -148,7 +148,7 @@ class ModelShape:
 
     @property
     def linear(self) -> int:
-        """Elements of the matrices of the blocks' linear layers: those that a 4-bit base keeps in 4 bits."""
+        """Elements of the linear layers' matrices in blocks: a 4-bit base keeps these in 4 bits."""
         return sum(count * m.inputs * m.outputs for count, m in self.matrices if m.is_linear)
 
     def trained(
@@ -164,7 +164,7 @@ class ModelShape:
         if adapter == "none":
             return self.parameters - self.other
         vector, rank = 0, lora_r
-        if adapter == "adalora":  # AdaLoRA starts with a larger rank, and has a vector besides
+        if adapter == "adalora":  # AdaLoRA starts with a larger rank, and has a vector too
             vector, rank = 1, lora_r * 3 // 2 + 1
         saved = set(names_of(modules_to_save))
         adapted = [m for m in self.adapted(adapter, target_modules) if m[2].name not in saved]

@@ -13,10 +13,10 @@ from typing import Any
 from accel_sft.memory.job import Job, pinned
 
 MASTER, MOMENTS, FLOAT32, AVERAGE = 4, 8, 4, 4
-"""Bytes per trained parameter: its float32 copy, AdamW's two moments, its gradient as AdamW takes it, and its average
-(`--ema-decay`)."""
+"""Bytes per trained parameter: its float32 copy, AdamW's two moments, its gradient in float32 for AdamW, and its
+average (`--ema-decay`)."""
 _TRAINERS_BUCKET, _ZERO_BUCKET = 2e8, 5e8
-"""Elements exchanged at once: what launch/accelerator.py sets for stages 1 and 2, and DeepSpeed's default."""
+"""Elements in one exchange: as launch/accelerator.py sets for stages 1 and 2, and by DeepSpeed's default."""
 _MAX_LIVE, _PREFETCH, _SUB_GROUP = 1e9, 5e7, 1e9
 """DeepSpeed's defaults at stage 3, in elements."""
 _SWAP_BUFFERS = 5 * 1e8
@@ -25,7 +25,7 @@ _SWAP_BUFFERS = 5 * 1e8
 
 @dataclasses.dataclass
 class Placed:
-    """One rank's bytes in one place, device or host: those between forwards, unless an attribute says otherwise.
+    """One rank's bytes in one place (device or host), between two forwards unless an attribute says otherwise.
 
     Attributes:
         weights: the weights that forwards compute with, or a shard of them; `master`: float32 copies of trained ones.
@@ -55,7 +55,7 @@ class Placed:
 
 
 def placed(job: Job) -> tuple[Placed, Placed]:
-    """What a rank keeps on its device, and what in host memory; on a CPU the two are one memory."""
+    """What a rank keeps on its device, and what in host memory; on a CPU, both are the same memory."""
     if job.launch.backend == "fsdp":
         device, host = _fsdp(job)
     elif job.launch.backend != "deepspeed":
@@ -82,8 +82,8 @@ def least_bytes(job: Job) -> tuple[float, float]:
 
 
 def update_bytes(job: Job, *, moments: bool) -> float:
-    """Bytes, beside activations, that a prepared model's first update will still allocate on a rank's device. With
-    `moments` (a resumed run) these exist already; DDP's buckets always do."""
+    """Bytes, without activations, that a prepared model's first update will still allocate on a rank's device. With
+    `moments` (in a resumed run) the moments exist already; DDP's buckets always exist."""
     device, _ = placed(job)
     largest = FLOAT32 * min(job.shape.largest_tensor, job.trained) / job.launch.tensor_ranks
     size = device.gradients + max(device.in_flight, device.update, largest)
@@ -100,7 +100,7 @@ def weights_bytes(job: Job) -> float:
 
 
 def _data_parallel(job: Job) -> Placed:
-    """One process, or DDP, whose buckets hold the gradients; under tensor parallelism, a rank's part of the model."""
+    """One process, or DDP (its buckets hold the gradients); under tensor parallelism, a rank's part of the model."""
     cut = job.launch.tensor_ranks
     trained, several = job.trained / cut, job.ranks > 1 and cut == 1
     itemsize = FLOAT32 if job.is_frozen else job.loaded_bytes
@@ -129,10 +129,10 @@ def _stage_0(job: Job) -> tuple[Placed, Placed]:
 
 
 def _stages_1_and_2(job: Job) -> tuple[Placed, Placed]:
-    """Gradients are reduced through a bucket. At stage 2 in bf16 a rank keeps its part flat in float32, 16T/N in all
-    (DeepSpeed's estimator has 18T/N); otherwise it keeps its part in the computing type, and flattens and casts it for
-    the update, 20T/N. Stage 1 keeps whole gradients until those of the last micro-batch are reduced, unless it overlaps
-    exchange and backward."""
+    """Gradients are reduced through a bucket. At stage 2 in bf16 a rank keeps its part of them flat in float32, 16T/N
+    in all (DeepSpeed's estimator has 18T/N). Otherwise it keeps the part in the computing type, and flattens and casts
+    it for the update, 20T/N. Stage 1 keeps whole gradients until those of the last micro-batch are reduced, unless it
+    overlaps exchange and backward."""
     trained, e, share = job.trained, job.computes_bytes, job.trained / job.ranks
     bucket = _zero(job, "reduce_bucket_size", _TRAINERS_BUCKET)
     overlaps = not job.on_cpu and bool(_zero(job, "overlap_comm", True))
@@ -157,7 +157,7 @@ def _stages_1_and_2(job: Job) -> tuple[Placed, Placed]:
 
 
 def _stage_3(job: Job) -> tuple[Placed, Placed]:
-    """Parameters are sharded; those used again within `stage3_max_reuse_distance` stay gathered."""
+    """Parameters are sharded; those that are used again within `stage3_max_reuse_distance` stay gathered."""
     trained, e, n = job.trained, job.computes_bytes, job.ranks
     share = trained / n
     bucket = _zero(job, "reduce_bucket_size", _ZERO_BUCKET)
@@ -195,7 +195,7 @@ def _stage_3(job: Job) -> tuple[Placed, Placed]:
 
 
 def _stays(job: Job, share: float) -> float:
-    """Elements of a rank's part that Twin-Flow updates on the device: whole sub-groups. Vectors form one."""
+    """Elements of a rank's part that Twin-Flow updates on the device: whole sub-groups. All vectors form one."""
     if job.on_cpu:  # the host's Adam steps everything
         return 0.0
     size = _zero(job, "sub_group_size", _SUB_GROUP)
@@ -204,7 +204,7 @@ def _stays(job: Job, share: float) -> float:
 
 
 def live_parameters(job: Job) -> float:
-    """Maximum number of elements that stage 3 keeps gathered at once. A layer's distance to its backward counts the
+    """Maximum number of elements that stage 3 keeps gathered at a time. A layer's distance to its backward counts the
     layers in between twice, so half of `stage3_max_reuse_distance` stays; with gradient checkpointing a third."""
     reuse = _zero(job, "stage3_max_reuse_distance", _MAX_LIVE)
     passes = 3 if job.gradient_checkpointing else 2
@@ -243,7 +243,7 @@ def _pins(job: Job, what: str) -> bool:
 
 
 def _rounded_up(*sizes: float) -> float:
-    """Bytes by which pinned blocks of host memory are larger than what they hold."""
+    """Bytes by which pinned blocks of host memory are larger than their content."""
     return sum(pinned(size) - size for size in sizes)
 
 

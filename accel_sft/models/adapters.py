@@ -33,7 +33,7 @@ class Reads(NamedTuple):
 
 
 class Adapter:
-    """The peft code of an adapter type. This one is LoRA (Hu et al., 2021), which needs nothing between steps."""
+    """The peft code of an adapter type. This one is LoRA's (Hu et al., 2021): LoRA needs nothing between steps."""
 
     def config(self, settings: TrainConfig, total_steps: int, common: dict[str, Any]) -> Any:
         """Return the PeftConfig of a new adapter; `common` are arguments that the PeftConfigs of all types take."""
@@ -79,8 +79,8 @@ class AdaLora(Adapter):
         )
 
     def reads(self, model: Any, step: int) -> Reads | None:
-        """Until the ranks are final, all adapter weights: gradients add to their importance. Then only the singular
-        values, which stay masked."""
+        """Until the ranks are final, all adapter weights: gradients add to their importance. After that, only
+        the singular values, which stay masked."""
         config, allocator = self._allocation(model)
         final = config.total_step - config.tfinal
         return Reads("lora_", step < final) if step <= final or allocator.ipt else Reads("lora_E", False)
@@ -151,8 +151,8 @@ def new_adapter(
     *,
     new_tokens: Sequence[int] = (),
 ) -> Any:
-    """The model with a new adapter of the type that `--adapter` names, which trains the embedding and head rows of
-    `new_tokens`, too."""
+    """The model with a new adapter, of the type that `--adapter` names. The adapter also trains the embedding and head
+    rows of `new_tokens`."""
     from peft import TaskType, get_peft_model
 
     names, saved = names_of(settings.lora_target_modules), names_of(settings.lora_modules_to_save)
@@ -186,7 +186,7 @@ def leave_casts_to_autocast(model: Any) -> None:
 def saved_adapter(
     model: Any, folder: str, settings: TrainConfig, *, train: bool, new_tokens: Sequence[int] = ()
 ) -> Any:
-    """The model with the adapter saved in `folder`, which is merged if all weights are to be trained."""
+    """The model with the adapter saved in `folder`; if all weights are to be trained, the adapter is merged."""
     if new_tokens and settings.adapter != "none":
         raise UserError(
             f"--chat-template: {len(new_tokens)} of its tokens are new to the adapter {folder}; merge it first "

@@ -32,8 +32,8 @@ def cache_argument(forward: Any) -> str | None:
 
 
 def limited_layers(model: Any, longest: int) -> str | None:
-    """The kinds of layers without full causal attention at this length (sliding window, recurrent), by the names of
-    their caches in transformers; None if there are none. A plain MLP has an empty cache ("dummy")."""
+    """Kinds of layers that lack full causal attention at this length (sliding window, recurrent), by the names that
+    transformers gives to their caches; None if there are none. A plain MLP has an empty cache ("dummy")."""
     try:
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     except (AttributeError, TypeError, ValueError, KeyError) as error:

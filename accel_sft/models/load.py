@@ -1,4 +1,4 @@
-"""Loads the model of a `Source` in stages: weights in the right type, new tokens, the adapter, what is trained."""
+"""Loads the model of a `Source` in stages: weights in the type to use, new tokens, the adapter, what is trained."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def load_model(
     new_tokens: Sequence[int] = (),
     offload: str | None = None,
 ) -> Any:
-    """Return the model, ready for Accelerator.prepare: weights in the right type, adapter in place.
+    """Return the model, ready for Accelerator.prepare: weights in the type to use, with its adapter.
 
     Args:
         deepspeed: whether DeepSpeed keeps the float32 copy (then weights are loaded in `precision`).

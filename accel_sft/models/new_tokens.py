@@ -121,7 +121,7 @@ def _forward(
         return type(layer).forward_adapters(layer, x, active, *args, **kwargs)
     base, (name,) = layer.base_layer, active
     output = base(x, *args, **kwargs)
-    if x.device not in ids_on:  # made once: copying to a GPU in each forward would wait
+    if x.device not in ids_on:  # copied once, as the host waits for a copy to a GPU
         ids_on[x.device] = torch.tensor(layer.token_indices[name], device=x.device)
     ids, rows = ids_on[x.device], layer.trainable_tokens_delta[name]
     if isinstance(base, torch.nn.Linear):

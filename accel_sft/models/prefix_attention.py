@@ -64,7 +64,8 @@ def rows_attention(
         return output.flatten(0, 1)[rows.back][None], None
     others = (kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux"))
     if any(args) or kwargs.get("dropout") or any(others) or not usable(query, key, value):
-        raise NotImplementedError("no kernels for such rows after a prefix")  # met before step 1: rows use a cache
+        # raised by a trial before step 1, after which rows use a cache
+        raise NotImplementedError("no kernels for such rows after a prefix")
     return cascade(query, key, value, rows, kwargs.get("scaling")), None
 
 
@@ -84,10 +85,10 @@ class PrefixCache(DynamicCache):
         super().__init__(config=config)
         self.layers: list[Any] = self.layers
         self.read: list[Any] | None = [None] * len(self.layers)
-        """What each layer has cached of the prefix; None once the prefix is read."""
+        """Each layer's cache of the prefix; None once rows continue from it."""
 
     def behind(self, rows: int) -> "PrefixCache":
-        """The cache from which `rows` rows continue, once the prefix is read."""
+        """After the prefix is read: the cache from which `rows` rows continue."""
         assert self.read is not None
         behind = copy.copy(self)
         behind.layers = [_copy(layer or empty) for layer, empty in zip(self.read, self.layers, strict=True)]

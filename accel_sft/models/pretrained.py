@@ -35,7 +35,7 @@ LOWEST_TORCH = "2.7"
 """Lowest torch version for transformers' tensor parallelism, which passes `src_data_rank` to distribute_tensor()."""
 _INSTEAD = "train with accelerate_configs/z3.yaml, which shards any model's weights"
 _WEIGHTS_SHARE = 0.75
-"""Share of each memory that offloaded weights may fill; the rest is for activations and the KV cache."""
+"""Share of free GPU and of free host memory that offloaded weights may fill; activations and KV cache need the rest."""
 OR_NONE = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 """Arguments of transformers' cached_file that make it return None for a file that the model does not have."""
 
@@ -239,7 +239,7 @@ def check_plan(name: str, settings: Any, kind: Any, ranks: int, *, images: bool)
 
 
 def cut_over(ranks: int) -> dict[str, Any]:
-    """Return the arguments of from_pretrained with which each rank loads its part, as the model's plan says."""
+    """Arguments for from_pretrained that make each rank load only its part, cut by the model's tensor-parallel plan."""
     if Version(torch.__version__) < Version(LOWEST_TORCH):
         needs = f"torch {LOWEST_TORCH} or newer, and {torch.__version__} is installed"
         raise UserError(f"tensor parallelism needs {needs}; {_INSTEAD}")
@@ -261,8 +261,8 @@ def refuse_offload(where: str | None, *, ranks: int, quantized: bool) -> None:
 
 
 def placing(where: str) -> dict[str, Any]:
-    """The arguments of `from_pretrained` with which accelerate fills the GPU with weights, keeps the rest in `where`,
-    and moves each layer's weights to the device for its forward. Weights that must be converted on loading, such as
+    """Arguments for from_pretrained that make accelerate fill the GPU with weights, keep the rest in `where`, and move
+    each layer's weights to the device for its forward. Weights that must be converted on loading, such as
     merged experts, go to a folder of the cache that is removed when the process ends."""
     folder = {"offload_folder": str(own_folder(cache.folder() / "offload"))}
     if not device_count():

@@ -24,10 +24,10 @@ from accel_sft.models.tiny import TINY_DEFAULTS
 
 Settings = TypeVar("Settings", bound=TrainConfig)
 _CARRY_ROWS = ("trainable_token_indices", "modules_to_save")
-"""Keys of adapter_config.json by which an adapter may carry embeddings of tokens that its base lacks."""
+"""Keys of adapter_config.json. If one has a value, the adapter may hold embeddings of tokens that its base lacks."""
 _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/(\w+)/")
 _NOT_READ = ["consolidated*", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "*.ot", "*.pt", "*.pth", "original/*"]
-"""Files of a hub id that are not fetched with a revision: weights in formats of other libraries."""
+"""Files that are not fetched when a hub id has a revision: weights in formats of other libraries."""
 _SAMPLES, _SAMPLE_BYTES = 1 << 14, 1 << 12
 _SHIPPED: tuple[str, ...] = ("*.safetensors", "*.safetensors.index.json", "README.md", "*.jinja", "config.json")
 _SHIPPED += ("chat_template.json", "adapter_config.json", "generation_config.json", "tokenizer_config.json")
@@ -148,7 +148,7 @@ def weights_identity(source: Source) -> str | None:
 
 
 def other_base(source: Source) -> list[str]:
-    """A line if the base's weights have changed since this adapter was trained, for example by overwriting."""
+    """A line (in a list) if the base's weights have changed since this adapter was trained; else an empty list."""
     record = RunDir.record_around(source.adapter) if source.adapter else None
     before = record.get("base_weights") if record else None
     now = weights_identity(source) if before else None
@@ -171,7 +171,7 @@ def is_tiny(model: str, *, init_from: str | None = None) -> bool:
 
 
 def resolved(config: Settings, task: Task | type[Task]) -> Settings:
-    """The settings with defaults in place of each None; `tiny` and its tasks have their own."""
+    """The settings with defaults in place of each None; `tiny` has its own, and the task's `tiny_steps`."""
     tiny = is_tiny(config.model, init_from=config.init_from)
     return config.resolved({**TINY_DEFAULTS, "max_steps": task.tiny_steps} if tiny else {})
 
@@ -185,7 +185,7 @@ def _reach(name: str) -> None:
         return
     try:
         get_session().head(constants.ENDPOINT, timeout=10)
-    except Exception as error:  # an error of the HTTP library; huggingface_hub has used three
+    except Exception as error:  # the HTTP library's error; huggingface_hub has used three libraries
         raise OSError(f"couldn't connect to '{constants.ENDPOINT}' ({first_line(error)})") from error
 
 

@@ -58,7 +58,7 @@ def targets(model: Any, *, names: list[str], saved: list[str], parameters: list[
 
 
 def left_out(adapted: Any) -> list[str]:
-    """Names of the layers, and of tensors that hold experts, that an adapter on all linear layers leaves out."""
+    """Names of what gets no adapter under all-linear: layers, and tensors that hold experts."""
     from peft.tuners.lora.layer import ParamWrapper
 
     model = adapted.get_base_model()
@@ -75,8 +75,8 @@ def left_out(adapted: Any) -> list[str]:
 
 
 def unfit(model: Any) -> list[str]:
-    """Names of linear layers that have a forward of their own, or whose weights are used without calling the layer, as
-    by kernels of state-space layers."""
+    """Names of linear layers that have a forward of their own, or whose weights the model uses without calling the
+    layer, as kernels of state-space layers do."""
     names, beyond = [], beyond_text(model)
     for name, module in model.named_modules():
         if not isinstance(module, (torch.nn.Linear, Conv1D)) or _has_any(name, module, beyond):

@@ -53,9 +53,9 @@ class GivenTemplate:
     def give(self, tokenizer: Any) -> None:
         """Put the template into a tokenizer.
 
-        Control tokens of the template become special tokens. In another tokenizer's template, these are the tokens that
-        are special there; in a file, those like `<|im_end|>`, and the mark that ends an answer. The token that ends an
-        answer becomes the tokenizer's eos; the former eos becomes the pad token, if there is none.
+        Control tokens of the template become special tokens. If the template is another tokenizer's, these are that
+        tokenizer's special tokens; if it is a file, marks like `<|im_end|>` and the mark that ends an answer. The token
+        that ends an answer becomes the tokenizer's eos. The former eos becomes the pad token if there is none.
         """
         tokenizer.chat_template, their_special = self._read()
         if not tokenizer.chat_template.strip():
@@ -118,7 +118,7 @@ class GivenTemplate:
         except UserError as error:
             cause = first_line(error).removeprefix(f"--model {name}: ")
             raise self._unusable(f"neither {CHATML} nor a file, and as a model: {cause}") from error
-        if isinstance(template, dict):  # several, by name
+        if isinstance(template, dict):  # several templates, by name
             template = template.get("default")
         if template is None:
             raise self._unusable("this model's tokenizer has no chat template; name another")
@@ -140,7 +140,7 @@ def _failure(error: UserError) -> str:
 
 
 def template_of(tokenizer: Any, name: str) -> Any:
-    """A tokenizer's chat template, or the one in chat_template.json, where processors used to keep theirs; or None."""
+    """A tokenizer's chat template, or the one in chat_template.json, where processors used to keep it; or None."""
     from transformers.utils import cached_file
 
     if tokenizer.chat_template is not None:

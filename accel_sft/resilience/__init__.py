@@ -1,1 +1,1 @@
-"""Signals, hangs, lost ranks, NaN losses and gradients: how a run ends, and what it says then."""
+"""Signals, hangs, lost ranks, NaN losses and gradients: how a run ends, and what it reports."""

@@ -1,4 +1,4 @@
-"""Reports NaN or infinite losses and gradients, which are never applied, with their examples."""
+"""Reports NaN or infinite losses and gradients, and the examples of such steps, which change no weights."""
 
 import json
 import math
@@ -10,13 +10,13 @@ from accel_sft.io.files import is_number, json_safe, read_json_lines, write_json
 from accel_sft.io.run_dir import RunDir
 
 MOST_IN_A_ROW = 10
-"""Number of skipped steps in a row at which `--on-nonfinite skip` gives up."""
+"""Number of consecutive skipped steps at which `--on-nonfinite skip` gives up."""
 _SHOWN = 8
 
 
 class Anomalies:
-    """Checks loss and gradient norm of every step, which are the same on every rank; one rank `writes` the file. Under
-    fp16 an infinite gradient is no anomaly: gradients overflow while the loss scale is found."""
+    """Checks loss and gradient norm of every step; both are the same on every rank. One rank `writes` the file. Under
+    fp16 an infinite gradient is no anomaly: gradients overflow until the scaler has found a loss scale."""
 
     def __init__(
         self, run_dir: RunDir, on_nonfinite: str, precision: str, log: Callable[[str], None], writes: bool
@@ -37,7 +37,7 @@ class Anomalies:
         return len(self.file.read_text(encoding="utf-8").splitlines()) if self.file.exists() else 0
 
     def look(self, step: int, loss: float, grad_norm: float, examples: Sequence[Any]) -> None:
-        """Check loss and gradient of step `step` (from 1), which was not applied if either is not finite."""
+        """Check loss and gradient of step `step` (from 1). If either is not finite, the step has changed no weights."""
         if math.isfinite(loss) and (math.isfinite(grad_norm) or self.precision == "fp16"):
             self._in_a_row = 0
             return

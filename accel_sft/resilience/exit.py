@@ -22,10 +22,10 @@ from accel_sft.io.text import one_line, printable
 from accel_sft.resilience import peers
 
 _REPEATED = "same error as another rank on this machine"
-"""Message that a rank records if an earlier rank has failed with the same error."""
+"""Message that a rank records if another rank has failed before with the same error."""
 EXPLAIN_SECONDS = 7.0
 """Maximum number of seconds that a rank with an unexpected error waits to learn whether a rank on another machine
-failed first: that failure breaks collectives of this rank. `peers` shares a failure within six seconds."""
+failed first, and so broke this rank's collectives. `peers` shares a failure within six seconds."""
 DISK_SECONDS = 3.0
 """Maximum number of seconds that a thread waits for the run's result to be on the disk before it ends this rank."""
 
@@ -33,11 +33,11 @@ DISK_SECONDS = 3.0
 class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
     """Ends the process when its body raises. A UserError prints a line for each problem. An interrupt, an error of
     click or a lost rank prints one line. Any other error prints a traceback; with `debug`, every error does. If ranks
-    of a machine fail with the same message, one of them prints it; torchrun's summary has it too."""
+    of a machine fail with the same message, one of them prints the message; torchrun's summary has it too."""
 
     def __init__(self) -> None:
         self.debug = self._succeeded = False
-        atexit.register(self._skip_teardown)  # registered early: the first to register is called last
+        atexit.register(self._skip_teardown)  # registered early, because the function registered first is called last
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, click.exceptions.Exit):  # --help and --version
@@ -71,7 +71,7 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
         _leave(1)
 
     def _unexpected(self, error: BaseException, trace: str) -> tuple[str, str]:
-        """Return the text to print and the message to record for an error that is not the user's."""
+        """Return the text to print and the message to record for an unexpected error."""
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place, summary = f"{frame.filename}:{frame.lineno}", f"{type(error).__name__}: {error}".rstrip(": \n")
         message = f"{summary} ({place})"
@@ -91,14 +91,14 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
 
 
 def _record_file() -> Path | None:
-    """The file in which torchrun, or whoever else started this process, looks for this rank's error."""
+    """The file in which torchrun (or whatever started this process) looks for this rank's error."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(file).absolute() if file else None
 
 
 def folder_of_ranks() -> Path | None:
     """torchrun's folder of this attempt, with a folder for each rank's error.json; None if the record file is not
-    torchrun's, such as a container's /dev/termination-log."""
+    torchrun's but, for example, a container's /dev/termination-log."""
     own = _record_file()
     return own.parent.parent if own and own.name == "error.json" and own.parent.name.isdecimal() else None
 
@@ -127,7 +127,7 @@ def record_end(run_dir: RunDir, message: str) -> None:
 
 
 def _earlier_failures() -> list[tuple[int, str]]:
-    """Time in seconds and message of each failure that other ranks of this machine have recorded."""
+    """The time in seconds and the message of each failure that other ranks of this machine have recorded."""
     folder = folder_of_ranks()
     files = [file for file in folder.glob("*/error.json") if file != _record_file()] if folder else []
     records = [json.loads(file.read_text(encoding="utf-8"))["message"] for file in files]
@@ -136,13 +136,13 @@ def _earlier_failures() -> list[tuple[int, str]]:
 
 def report(text: str, message: str, file: TextIO | None = None, *, failed: bool = True) -> None:
     """Record the message for torchrun's summary, print the text to `file` or standard error, and tell the other ranks
-    if this rank `failed`. If ranks of a machine have the same text, only the first prints and tells it."""
+    if this rank `failed`. If ranks of a machine have the same text, only the first prints it and tells others."""
     first = _is_first(text)
     if own := _record_file():
         # torchrun takes the failure with the earliest time, in whole seconds, for the cause
         stamp = max([int(time.time()) + (not first), *(1 + earlier for earlier, _ in _earlier_failures())])
         message = message if first else _REPEATED
-        # in the form of torchrun's ErrorHandler, but without a call stack, which would be shown instead of the message
+        # in the form of torchrun's ErrorHandler, but without a call stack: torchrun would show that instead
         record = {"message": {"message": message, "extraInfo": {"timestamp": str(stamp)}}}
         with contextlib.suppress(OSError):  # a broken disk
             own.with_suffix(".new").write_text(json.dumps(record), encoding="utf-8")
@@ -155,7 +155,7 @@ def report(text: str, message: str, file: TextIO | None = None, *, failed: bool 
 
 
 def _is_first(text: str) -> bool:
-    """Claim this text; returns whether this rank is its machine's first to claim it (true if the disk fails)."""
+    """Claim this text; returns whether this rank is the first of its machine to do so (true if the disk fails)."""
     folder = folder_of_ranks()
     if folder and folder.is_dir():
         claim = folder / f"said-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:16]}"
@@ -177,7 +177,7 @@ def _print(text: str, file: TextIO | None = None) -> None:
 
 
 def _stdout_is_closed() -> bool:
-    """Whether the reader of our output has closed it, as `head` does. (A failed flush would show that only once.)"""
+    """Whether the reader of our output has closed its end, as `head` does. (A failed flush shows this only once.)"""
     poll = select.poll()
     poll.register(1, 0)
     return any(event & (select.POLLERR | select.POLLHUP | select.POLLNVAL) for _, event in poll.poll(0))
@@ -199,7 +199,7 @@ def _leave(status: int) -> NoReturn:
     """Exit. With several ranks, skip destructors: they would wait for collectives that no other rank joins."""
     try:
         sys.stdout.flush()
-    except (OSError, UserError):  # Python would complain about unwritten output as it exits
+    except (OSError, UserError):  # otherwise Python would report unwritten output at its exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if _is_distributed() or os.environ.get("WORLD_SIZE", "1") != "1":
         if not status:

@@ -2,7 +2,7 @@
 
 A launcher ends the ranks of its own machine only, and NCCL does not notice that a rank of another machine has ended.
 So a rank that fails writes its reason into the launcher's key-value store, where a thread of each rank reads it. A rank
-that is killed writes nothing. So each rank keeps a TCP connection to rank 0, which the kernel closes after a kill.
+that is killed writes nothing. So each rank also has a TCP connection to rank 0: after a kill the kernel closes it.
 Needs no torch until the store is opened.
 """
 
@@ -25,14 +25,14 @@ from accel_sft.launch.launcher import restarts
 
 POLL_SECONDS = 0.5
 EXPLAIN_SECONDS = 5.0
-"""After a rank's connection ended, other ranks of its machine have this many seconds to say how the rank ended. Ranks
-that wait in C say it `signals.UNHANDLED_SECONDS` after their launcher's SIGTERM."""
+"""After a rank's connection ended, other ranks of its machine have this many seconds to report how the rank ended.
+Ranks that wait in C report it `signals.UNHANDLED_SECONDS` after their launcher's SIGTERM."""
 KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
-"""Makes the kernel ask, after 20 quiet seconds, whether the other machine is there, and give up after 60. A machine
-that has lost its power closes no connection."""
+"""Makes the kernel probe the other machine after 20 quiet seconds, and give up after 60. This is needed because a
+machine that loses power closes no connection."""
 SHARE_SECONDS = 3.0
-"""Maximum number of seconds that a failing rank waits for the store to take its reason. A call to a store whose machine
-has lost its power returns after a quarter of an hour."""
+"""Maximum number of seconds that a failing rank waits for the store to accept its reason. If the store's machine has
+lost power, a call to the store takes a quarter of an hour."""
 _LONGEST, _FAREWELL = 1000, b"."
 
 
@@ -43,7 +43,7 @@ class Peers:
     def __init__(self) -> None:
         self.rank, self.ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.store, self.failure = _store(), ""
-        self._lines: dict[int, socket.socket] = {}  # by rank: rank 0 has one to each rank, others one to rank 0
+        self._lines: dict[int, socket.socket] = {}  # connections: rank 0's to each rank, or this rank's to 0
         self._hub: socket.socket | None = None  # rank 0's listening socket
         self._over = threading.Event()
         self._thread = _started(self._watch) if self.store is not None else None
@@ -51,7 +51,7 @@ class Peers:
         os.register_at_fork(after_in_child=self._close)  # a child would keep the connections of a dead rank alive
 
     def publish(self, rank: int, host: str, message: str) -> None:
-        """Share the failure of a rank, if there is a store; only a launch's first failure counts."""
+        """Write the failure of a rank into the store, if there is one; only the first failure of a launch is kept."""
 
         def share() -> None:
             with contextlib.suppress(RuntimeError):  # the store may have ended with the launcher
@@ -61,7 +61,7 @@ class Peers:
             _started(share).join(SHARE_SECONDS)
 
     def leave(self) -> None:
-        """Say farewell: from now on, the end of this rank is no failure. A second call does nothing."""
+        """Say farewell: from now on, the end of this rank does not count as a failure. A second call does nothing."""
         self._over.set()
         if self._thread:
             self._thread.join(2 * POLL_SECONDS)  # an unfinished call to the store would abort the process as it exits
@@ -128,8 +128,8 @@ class Peers:
             _started(self._listen, 0, host, line)
 
     def _listen(self, rank: int, host: str, line: socket.socket) -> None:
-        """Wait for the end of a connection. If there was no farewell, and other ranks do not explain the end, share it.
-        Calls to the store come last: they block if the store's machine is lost."""
+        """Wait for the end of a connection. If the rank sent no farewell, and no other rank explains its end, report
+        the end as a failure. Calls to the store come last: they block if the store's machine is lost."""
         self._lines[rank] = line
         line.settimeout(None)
         line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -169,8 +169,8 @@ def several_machines() -> bool:
 
 
 def tell(message: str) -> None:
-    """Tell the other ranks why this rank fails, even if it is not connected to them yet; ranks of this machine see its
-    record."""
+    """Tell ranks of other machines why this rank fails, even if it is not connected yet; ranks of this machine read its
+    error.json."""
     if _joined or ("RANK" in os.environ and several_machines() and _agent_store()):
         joined().publish(joined().rank, socket.gethostname(), message)
 
@@ -182,7 +182,7 @@ def leave() -> None:
 
 
 def failure_elsewhere(seconds: float) -> str:
-    """The first failure of a rank of a launch over several machines; "" if none becomes known within `seconds`."""
+    """In a launch over several machines, the first failure of a rank; "" if none becomes known within `seconds`."""
     until = time.monotonic() + seconds
     while _joined and several_machines():
         if _joined.failure or time.monotonic() >= until:
@@ -192,7 +192,7 @@ def failure_elsewhere(seconds: float) -> str:
 
 
 def _agent_store() -> bool:
-    """Whether the store is the launcher's own, which exists before any rank."""
+    """Whether the store belongs to the launcher, and so exists before any rank."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -217,6 +217,6 @@ def _store() -> Any:
         store = TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=20), wait_for_workers=False)
     except (RuntimeError, ValueError, OSError):
         return None
-    # A launcher's own store survives a restart of the ranks. Any other store is new each time, and machines count
-    # restarts differently: under c10d only the machine that lost a rank counts the restart.
+    # A launcher's own store survives a restart of the ranks. Any other store is new after each restart, and its
+    # machines may disagree on the count: under c10d only the machine that lost a rank counts the restart.
     return PrefixStore(f"watch-{restarts() if _agent_store() else 0}", store)

@@ -1,4 +1,4 @@
-"""Finds out whether a rank works or waits for others, where its main thread is, and how others ended."""
+"""Finds out whether a rank works or waits for other ranks, where its main thread is, and how other ranks ended."""
 
 import contextlib
 import itertools
@@ -18,7 +18,7 @@ from accel_sft.launch import host_memory
 
 _WAITING = re.compile(r"/torch/(distributed|cuda)/|/torch/autograd/graph\.py|/deepspeed/(comm|runtime)/")
 """Source files whose functions may block until other ranks arrive. autograd/graph.py is among them because a backward
-reduces gradients, and torch/cuda because whoever synchronizes a GPU waits for the collectives that run on it."""
+reduces gradients, and torch/cuda because a thread that synchronizes with a GPU waits for the GPU's collectives."""
 _LIBRARIES = re.compile(
     r"/site-packages/(torch|deepspeed|accelerate|transformers|huggingface_hub|tokenizers|datasets|numpy|pyarrow|safetensors"
     r"|psutil|regex|rich|requests|httpx|urllib3)/"
@@ -27,7 +27,7 @@ _LIBRARIES = re.compile(
 
 def waits(frame: FrameType) -> bool:
     """Return whether the main thread, now in this frame, waits for other ranks or for a device that waits for them."""
-    # beyond 8 frames, DeepSpeed's engine may just have called a model's or a task's code
+    # further out than 8 frames, a frame of DeepSpeed's engine may only have called a model's or a task's code
     for outer, _ in itertools.islice(traceback.walk_stack(frame), 8):
         if _WAITING.search(outer.f_code.co_filename):
             return True
@@ -54,7 +54,7 @@ def _beside() -> list[psutil.Process]:
 
 
 def process_beside(rank: int) -> psutil.Process | None:
-    """Return the process of a rank that the launcher of this one started on this machine; None if there is none."""
+    """Return the process of rank `rank`, if this rank's launcher started it on this machine; None otherwise."""
     for process in _beside():
         with contextlib.suppress(psutil.Error):
             if process.environ().get("RANK") == str(rank):
@@ -63,7 +63,7 @@ def process_beside(rank: int) -> psutil.Process | None:
 
 
 def state(rank: int, host: str) -> str:
-    """Name a rank's machine if it is another one; else say in which state the kernel reports the rank's process."""
+    """Name a rank's machine if it is not this one; otherwise the state of the rank's process."""
     if host not in ("", socket.gethostname()):
         return f"on {host}"
     process = process_beside(rank)

@@ -1,4 +1,4 @@
-"""Handles SIGTERM, SIGINT and a lost launcher: a signal lets the run write a checkpoint, a lost launcher ends it."""
+"""Handles SIGTERM, SIGINT and a lost launcher. After a signal a run can write a checkpoint; a lost launcher ends it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from accel_sft.resilience.exit import failed_peer, lost_peers, record_end, repor
 WATCH_SECONDS = 1.0
 """Seconds between two checks that the launcher is still there."""
 ECHO_SECONDS = 5.0
-"""Seconds after a signal in which, under a launcher, a second signal counts as the same one: Slurm sends a signal to
-every process of a job, and the launcher passes the one that it gets on to its ranks."""
+"""Under a launcher, a second signal within this many seconds counts as the first one's copy: Slurm sends a signal to
+every process of a job, and the launcher also passes its own signal on to its ranks."""
 UNHANDLED_SECONDS = 4.0
-"""Seconds after which a signal counts as not handled by the main thread, which is then in C and may wait there for a
-rank that has ended. The launcher kills its ranks after 30 seconds."""
+"""Seconds after which a signal counts as not handled: the main thread is then in C, and may wait there for a rank that
+has ended. The launcher kills its ranks after 30 seconds."""
 
 
 class Interruption(KeyboardInterrupt):
@@ -36,21 +36,21 @@ class Interruption(KeyboardInterrupt):
 
 
 class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
-    """Within this context, SIGTERM and SIGINT end the process, or are noted while `deferred`; a second signal ends it.
+    """Within this context, SIGTERM and SIGINT end the process; while `deferred`, only a second signal ends it.
 
-    A rank whose launcher has ended ends too, and writes no file (a later run may already write there) unless it got a
-    signal before. A main thread that waits for other ranks in C handles no signal: then the watching thread ends the
-    process, during start-up or if a rank was lost.
+    If its launcher has ended, a rank ends too. Unless it got a signal before, it then writes no file: a later run may
+    already write there. A main thread that waits for other ranks in C handles no signal: then the watching thread ends
+    the process, during start-up or if a rank was lost.
     """
 
     def __init__(self) -> None:
         self.number = 0  # of the first signal that came
         self._came_at = 0.0
         self.deferred = False  # whether signals are only noted, for a loop that checks `number`
-        self.run_dir: RunDir | None = None  # its result says why the watching thread ended this rank
+        self.run_dir: RunDir | None = None  # its result.json gets the reason if the watching thread ends this rank
         self.to_continue = ""  # the command that continues the run, once it has a folder
         self._launcher = PARENT if under_launcher() else None
-        # the main thread may wait in C for other ranks, also if they were started by hand
+        # the main thread may wait in C for other ranks, even for ranks started by hand
         self._watches = self._launcher is not None or os.environ.get("WORLD_SIZE", "1") != "1"
         self._before: dict[int, Any] = {}
         self._ended = threading.Event()
@@ -62,7 +62,7 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
         # a process that a task forks (to run an answer with a timeout, say) handles signals as if there were no run
         os.register_at_fork(after_in_child=self._leave_alone)
         if self._watches:
-            arriving, writing = os.pipe()  # each signal's number arrives, whatever the main thread is doing
+            arriving, writing = os.pipe()  # Python writes each signal's number here, whatever the main thread is doing
             os.set_blocking(writing, False)
             signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
             threading.Thread(target=self._watch, args=(arriving,), name="launcher-watch", daemon=True).start()
@@ -96,7 +96,7 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def lost_peers(self, seconds: float = 0.0) -> str:
-        """The sentence of `exit.lost_peers`, with the command that continues the run unless the launcher does so."""
+        """The sentence of `exit.lost_peers`, with how the run continues: a command, or the launcher."""
         lost = lost_peers(seconds)
         if lost and will_restart():
             return f"{lost}; the launcher starts the ranks again"

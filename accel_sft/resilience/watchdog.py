@@ -34,20 +34,20 @@ SILENT_SECONDS = 5.0
 GRACE_SECONDS = 3.0
 """Seconds that all ranks get to write their stacks before one of them ends the run."""
 FAILED_SECONDS = 5.0
-"""Seconds without progress after which a waiting rank is ended, once another rank has failed. A rank that does not wait
-gets four times as long, to report its own error and to close its trackers."""
+"""Seconds without progress after which a waiting rank is ended, once another rank has failed. A rank that works gets
+four times as long, to report its own error and to close its trackers."""
 LEAST_CPU, LEAST_BYTES = 0.005, 4096
-"""Least activity per second that counts as progress during start-up: CPU seconds, and bytes of files. A main
-thread that polls stays below both. The watching thread's own CPU time (3 ms per poll with 120 processes on the machine,
+"""Least activity per second that counts as progress during start-up: CPU seconds, and bytes of files. A main thread
+that only polls stays below both. The watching thread's own CPU time (3 ms per poll with 120 processes on the machine,
 more with more) does not count."""
 
 
 class Sign(NamedTuple):
     """What a rank's watching thread publishes about its main thread."""
 
-    tick: int  # grows with every publication
+    tick: int  # number of the publication
     stalled: int  # whole seconds since the last progress
-    waiting: bool  # whether it waits for other ranks
+    waiting: bool  # whether the main thread waits for other ranks
     host: str
     place: str  # the innermost line that is not a library's
 
@@ -64,7 +64,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._store: Any = None  # the launcher's key-value store; None with one rank, or if it cannot be reached
         self._exchanging: threading.Thread | None = None  # calls the store, which blocks if its machine is lost
-        self._worked: dict[int, tuple[float, int]] = {}  # rank -> CPU seconds and bytes at the last look
+        self._worked: dict[int, tuple[float, int]] = {}  # rank -> CPU seconds and bytes at the last poll
         self._heard: dict[int, tuple[int, float]] = {}  # rank -> its last tick and when that came
         self._silent: set[int] = set()
 
@@ -80,14 +80,14 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
 
     def _watch(self) -> None:
         pause, tick = min(1.0, self.seconds / 4), 0
-        since = awake = time.monotonic()  # when the main thread last made progress, and this one last looked
+        since = awake = time.monotonic()  # when the main thread last made progress, and this thread last polled
         still = 0.0  # since when all ranks hang
         failed = math.inf  # when another rank's failure became known
         beats = -1, 0  # heartbeats and loaded modules so far
         others = peers.joined() if self.ranks > 1 else None
         self._store = others.store if others else None
         main = threading.main_thread().ident
-        assert main is not None  # it runs
+        assert main is not None  # the main thread runs
         while not self._over.wait(pause if tick else 0):
             now, tick = time.monotonic(), tick + 1
             elapsed, awake = now - awake, now
@@ -131,7 +131,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         self._has_worked(self.rank, 1.0)  # these writes are no progress
 
     def _exchange(self, sign: Sign) -> dict[int, Sign]:
-        """Publish this rank's sign; once it has stalled for too long, return all ranks' signs."""
+        """Publish this rank's sign, and return it; once this rank has stalled for too long, return all ranks' signs."""
         signs = {self.rank: sign}
 
         def exchange() -> None:
@@ -154,7 +154,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         return self._store is not None and not (self._exchanging and self._exchanging.is_alive())
 
     def _has_worked(self, rank: int, seconds: float) -> bool:
-        """Whether a rank of this machine used enough CPU or files to count, in the `seconds` since the last poll."""
+        """Whether a rank of this machine has used enough CPU or files in the last `seconds` to count as active."""
         process = psutil.Process() if rank == self.rank else process_beside(rank)
         before, now = self._worked.get(rank, (0.0, 0)), work(process) if process else (0.0, 0)
         self._worked[rank] = now
@@ -162,9 +162,9 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         return cpu >= LEAST_CPU * seconds or count >= LEAST_BYTES * seconds
 
     def _all_hang(self, signs: dict[int, Sign], now: float, elapsed: float) -> bool:
-        """Whether no rank makes progress. A rank that does not respond still does if it uses CPU or files (in C)."""
+        """Whether no rank makes progress. A silent rank counts as making progress if it uses CPU or files (in C)."""
         if not self._answers() and self.ranks > 1 and signs[self.rank].waiting:
-            return False  # it waits for ranks whose signs cannot be read
+            return False  # this rank waits for ranks whose signs cannot be read
         for rank, sign in signs.items():
             if self._heard.get(rank, (None, 0.0))[0] != sign.tick:
                 self._heard[rank] = sign.tick, now
@@ -176,7 +176,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     def _end(self, signs: dict[int, Sign]) -> None:
         """End this rank, after one of all ranks has reported the culprits."""
         speaks = True
-        with contextlib.suppress(RuntimeError):  # where the store has ended, this rank may be the only one left
+        with contextlib.suppress(RuntimeError):  # if the store has ended, this rank may be the only one left
             speaks = not self._answers() or self._store.add("spoken", 1) == 1
         if speaks:
             self._leave(self._message(signs), kill=self._silent)
@@ -184,7 +184,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         os._exit(1)
 
     def _leave(self, message: str, kill: Collection[int] = ()) -> NoReturn:
-        """Report this end of the run, kill the ranks `kill` if they are on this machine, and end this rank."""
+        """Report why the run ends, kill those of the ranks `kill` that are on this machine, and end this rank."""
         exit.report(f"Error: {message}", message, terminal())
         for process in filter(None, map(process_beside, kill)):
             with contextlib.suppress(psutil.Error):  # a stopped process handles no other signal

@@ -8,8 +8,8 @@ from typing import Any
 from accel_sft.io.text import one_line
 
 _MOST, LONGEST_LABEL, _COLUMNS, _FEW = 200, 60, 12, 10
-"""Maximum numbers: different labels, characters of a label, labels in a confusion table, and labels that need only two
-examples each on average (more labels need four)."""
+"""Maximum numbers: of labels; of a label's characters; of labels in a confusion table; of labels for which two examples
+each, on average, are enough (more labels need four)."""
 _SHARES = ("precision", "recall", "f1")
 
 
@@ -23,8 +23,8 @@ def are_labels(counts: Mapping[str, int]) -> bool:
 def label_scores(samples: Sequence[Mapping[str, Any]], main_metric: str) -> dict[str, Any]:
     """A result's `labels`, the most frequent first, and `macro_f1`; {} unless the expected answers are labels.
 
-    An answer has the label that it equals; any other answer has the expected label if its `main_metric` is 1, and
-    otherwise "" (none). {} also if that metric does not say which answers are right.
+    An answer that equals a label counts as that label. Any other answer counts as the expected label if its
+    `main_metric` is 1, else as "" (no label). {} also if `main_metric` does not say which answers are right.
     """
     expected = Counter(str(sample["expected"]).strip() for sample in samples)
     answers: dict[str, Counter[str]] = {label: Counter() for label, _ in expected.most_common()}
@@ -55,7 +55,7 @@ def weakest_label(result: Mapping[str, Any]) -> str:
 
 
 def label_tables(labels: Any) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, header and rows of the scores by label, and of the confusion table; [] if `labels` has another form."""
+    """Title, header and rows of the scores by label, and of the confusion table; [] if `labels` is malformed."""
     try:
         means = {share: fmean(row[share] for row in labels.values()) for share in _SHARES}
         counted = [(one_line(label), f"{row['examples']:,}", row) for label, row in labels.items()]

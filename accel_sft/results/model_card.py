@@ -95,7 +95,7 @@ _MERGED = (
 
 
 def of_merged(card: str) -> str | None:
-    """The card of merged weights, made from the card of their adapter; None if `model_card` did not write that."""
+    """The card of merged weights, made from their adapter's `card`; None if `model_card` did not write `card`."""
     if not re.search(_MERGED[2][0], card, re.M):
         return None
     for before, now in _MERGED:

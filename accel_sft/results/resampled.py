@@ -16,7 +16,7 @@ from accel_sft.results.run_report import COSTS
 from accel_sft.results.significance import Measured, needed, paired
 
 _FEWEST, _MOST, _VISITS = 500, 2000, 200_000
-"""Minimum and maximum number of resamples; between them, aggregate() gets about `_VISITS` scores in all resamples."""
+"""Minimum and maximum number of resamples. Within these limits, all resamples together have about `_VISITS` scores."""
 _LONGEST_SECONDS = 60.0
 
 Aggregate = Callable[[Sequence[dict[str, Any]]], Mapping[str, Any]]
@@ -29,9 +29,9 @@ def add_intervals(
     after: Sequence[dict[str, Any]],
     run_dir: RunDir | None,
 ) -> None:
-    """Add `intervals`, and the scores of labels, to a result; `before` and `after` are its answers. Without answers,
-    nothing is added. If the main metric is not a mean of scores, its resamples are written into `run_dir`, so that
-    `read_measured` can test it without the task's aggregate()."""
+    """Add `intervals`, and the scores of labels, to a result; `before` and `after` are its evaluations' answers.
+    Without answers, nothing is added. If the main metric is not a mean of scores, its resamples are written into
+    `run_dir`, so that `read_measured` can test it without the task's aggregate()."""
     if not after:
         return
     intervals: dict[str, Any] = {"examples": len(after), "higher_is_better": task.higher_is_better}
@@ -63,7 +63,7 @@ def read_measured(run_dir: RunDir, result: Mapping[str, Any]) -> Measured | None
         samples, unreadable = read_json_lines(path)
         stored = mapping(read_json(run_dir.resamples)) if run_dir.resamples.exists() else {}
     except (OSError, UserError):
-        return None  # a report's section of answers names the file
+        return None  # the report's section of answers names the damaged file
     if not unreadable and (scores := scores_of(samples, main, value)) is not None:
         return Measured(value, examples_of(samples), scores)
     resamples: Any = stored.get("resamples")
@@ -85,18 +85,18 @@ def measured(
         return results, {}
     try:
         numbers, without = _resampled(aggregate, [sample["scores"] for sample in samples], rest)
-    except Exception as error:  # noqa: BLE001 - it may need more different scores than a resample has; the reason is shown
+    except Exception as error:  # noqa: BLE001 - e.g. too few different scores in a resample; the reason is shown
         return results, dict.fromkeys(rest, f"aggregate() fails on resampled examples ({type(error).__name__})")
     return results | {key: Measured(rest[key], examples, None, values) for key, values in numbers.items()}, without
 
 
 def examples_of(samples: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """What `Measured.examples` holds."""
+    """Index and prompt of each example, for `Measured.examples`."""
     return [[sample.get("index"), sample.get("prompt")] for sample in samples]
 
 
 def scores_of(samples: Sequence[Mapping[str, Any]], key: str, value: float) -> list[float] | None:
-    """Each example's score `key`, if they are numbers and `value` is their mean; else None."""
+    """The examples' scores `key` if all are numbers with the mean `value`; else None."""
     scores: list[Any] = [mapping(sample.get("scores")).get(key) for sample in samples]
     if not scores or not all(isinstance(score, bool) or is_number(score) for score in scores):
         return None
@@ -106,8 +106,8 @@ def scores_of(samples: Sequence[Mapping[str, Any]], key: str, value: float) -> l
 def _resampled(
     aggregate: Aggregate, scores: Sequence[dict[str, Any]], values: Mapping[str, float]
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """The metrics on resamples of the examples, and why other metrics have none. The same number of examples always has
-    the same resamples."""
+    """The metrics on resamples of the examples, and why other metrics have none. For the same number of
+    examples, the same resamples are drawn."""
     import numpy as np
 
     once, twice = dict(aggregate(scores)), dict(aggregate([*scores, *scores]))

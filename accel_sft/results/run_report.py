@@ -58,9 +58,9 @@ def comparison_rows(
 ) -> list[tuple[str, str, str, str]]:
     """(what, base, tuned, change) for every number of two flat evaluations: the task's metrics, loss, then costs.
 
-    The change is the verdict of a paired test, or without one the difference. Only of the main metric of `result` is it
-    known which number is better. Costs have no change: both models were measured in one process, whose memory holds
-    more than a model.
+    The change is the verdict of a paired test or, without a test, the difference. Which number is better is known only
+    for the main metric of `result`. Costs have no change: both models were measured in one process, whose memory holds
+    more than the model.
     """
     keys = [key for key in dict.fromkeys([*after, *before]) if is_number(after.get(key, before.get(key)))]
     keys.sort(key=lambda key: ([*COSTS].index(key) + 2) if key in COSTS else key == "eval_loss")
@@ -133,7 +133,7 @@ def render_report(result: Mapping[str, Any], before_samples: Samples, after_samp
 
 
 def sources_text(sources: Any) -> str:
-    """What was seen of each source, from the `sources` of a result.json; "" where nothing was mixed."""
+    """How much of each source was trained on, from the `sources` of a result.json; "" if nothing was mixed."""
     try:
         seen = [
             f"{source['rows_seen']:,} rows of {source['name']} ({source['rows_seen'] / source['rows']:.2f} passes, "
@@ -152,7 +152,7 @@ def write_report(run_dir: RunDir, result: Mapping[str, Any], before_samples: Sam
 
 
 def print_report(result: Mapping[str, Any], samples: Samples, tuned: Samples, console: Console) -> None:
-    """Print the first answers (`samples` are the base's), then base beside tuned, as wide as the console."""
+    """Print the first answers (`samples` are the base's), then both models' numbers, as wide as the console."""
     before = result.get("before") or {}
     sides = ["base", "tuned"] if before else ["model"]  # `evaluate` without a base has one side
     if rows := _side_by_side(samples, tuned)[:PRINTED_SAMPLES]:
@@ -174,7 +174,7 @@ def print_report(result: Mapping[str, Any], samples: Samples, tuned: Samples, co
 
 
 def _answers(title: str, rows: list[list[str]], marks: Mapping[int, str], sides: list[str]) -> Table:
-    """Prompts, expected answers and those of each side, in columns of one width, so that equal answers look equal."""
+    """Prompts, expected answers and each side's answers, in columns of one width, so that equal answers look equal."""
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", expand=True)
     for name in ["prompt", "expected", *sides]:
         table.add_column(name, overflow="fold", ratio=1)
@@ -199,7 +199,7 @@ def samples_table(samples: Samples) -> str:
 
 
 def memory_table(compared: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    """A markdown table of a run's memory by place and phase: predicted and measured GiB of the rank with most."""
+    """A markdown table of a run's memory by place and phase: predicted and measured GiB of the rank that uses most."""
     rows = []
     for place, phases in compared.items():
         for phase, pair in phases.items():
@@ -223,7 +223,8 @@ def compared_weights(result: Mapping[str, Any]) -> str:
 
 
 def _mark(score: Any) -> str:
-    """The main metric of one answer: yes for 1, no for 0; "" if only all answers together have this metric."""
+    """The main metric of one answer: yes for 1, no for 0; "" if the metric is computed over all answers and not for
+    each one."""
     return {1.0: "yes", 0.0: "no"}.get(score, f"{score:.2f}") if is_number(score) else ""
 
 
@@ -244,7 +245,7 @@ def _scores(scores: Mapping[str, Any]) -> str:
 
 
 def time_sentence(spent: Mapping[str, Any]) -> str:
-    """What `tracking.time_spent.TimeSpent` found, in a sentence."""
+    """A sentence on where the run's time went, from the numbers of `tracking.time_spent.TimeSpent`."""
     parts, total = spent["parts"], sum(spent["parts"].values())
     largest = sorted(((part / total, name) for name, part in parts.items() if part > total / 200), reverse=True)
     shares = ", ".join(f"{share:.0%} {name}" for share, name in largest)

@@ -1,4 +1,4 @@
-"""Tells a better metric from noise: 95% intervals over examples, and paired tests of answers to the same examples.
+"""Distinguishes better metrics from noise by 95% intervals over examples, and by paired tests on the same examples.
 
 numpy and scipy are imported inside the functions: only reports need them, and they take half a second to load.
 """
@@ -14,7 +14,7 @@ from accel_sft.io.files import is_number
 LEVEL = 0.05
 """Probability of reporting a difference between equal models; intervals cover 1 - LEVEL."""
 POWER = 0.8
-"""Probability that the number of examples from `needed` shows a difference as large as the observed one."""
+"""Probability that as many examples as `needed` returns show a difference as large as the observed one."""
 _MOST_NEEDED = 1_000_000
 _SAME = 1e-12
 """Differences up to this size come from rounding."""
@@ -108,7 +108,7 @@ def paired(before: Measured, after: Measured) -> dict[str, Any] | None:
 
 def needed(change: Mapping[str, float], level: float = LEVEL) -> int | None:
     """How many examples would show a difference as large as this one, with probability POWER; None if too many. By
-    Connor (1987), with the uncentred variance: if these examples show no difference, more than these are needed."""
+    Connor (1987), with the uncentred variance, so that the result is above `examples` if these show no difference."""
     from scipy.stats import norm
 
     size, variance = abs(change["difference"]), change["examples"] * change["standard_error"] ** 2
@@ -157,7 +157,7 @@ def verdict(change: Mapping[str, Any], words: tuple[str, str]) -> str:
 
 
 def words_for(higher_is_better: bool | None) -> tuple[str, str]:
-    """The words for a larger and for a smaller number; None if it is not known which is better."""
+    """The words for a larger and for a smaller number; neutral ones for None (unknown)."""
     return {None: ("higher", "lower"), True: ("better", "worse"), False: ("worse", "better")}[higher_is_better]
 
 
@@ -197,7 +197,7 @@ def _p_of_equal(difference: float, error: float, count: int) -> float:
 
 
 def _agresti_min(gained: int, lost: int, count: int) -> tuple[float, float]:
-    """The interval by the normal distribution, with half an example added to each kind of change and one to neither."""
+    """The interval by the normal distribution, with 0.5 added to `gained` and to `lost`, and 1 to the unchanged."""
     from scipy.stats import norm
 
     middle, changed = (gained - lost) / (count + 2), (gained + lost + 1) / (count + 2)

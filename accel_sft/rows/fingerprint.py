@@ -1,8 +1,8 @@
 """Hashes a task's code and options: cached tokens are used only while neither has changed.
 
 The hash covers all files of the packages that the code is in and, if these import libraries, the versions of all
-installed packages. If something else may decide what the code does, there is no fingerprint, and every start reads all
-rows or messages again.
+installed packages. If something else may decide what the code does, there is no fingerprint, and each start or resume
+reads all rows or messages again.
 """
 
 import ast
@@ -90,7 +90,7 @@ def _described(value: Any, own: set[str]) -> Any:
     if isinstance(value, (type, types.FunctionType)):
         for part in value.__mro__ if isinstance(value, type) else (value,):
             resolved = pkgutil.resolve_name(f"{part.__module__}:{part.__qualname__}")
-            if resolved is not part or part.__module__ == "__main__":  # shadowed, or of a script or prompt
+            if resolved is not part or part.__module__ == "__main__":  # shadowed, or defined in a script or at a prompt
                 raise _Unknown
             own.add(part.__module__.partition(".")[0])
         return ["name", value.__module__, value.__qualname__]

@@ -135,8 +135,9 @@ def _delimited(stream: BinaryIO, name: str, delimiters: str) -> Iterator[Located
 
 
 def _records(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield each record of a table, after its number of lines. Quotes may enclose delimiters and line breaks. But
-    tables with tabs are often written without quoting, so quotes around what looks like several rows are refused."""
+    """Yield the number of lines of each record of a table, with the record. Quotes may enclose delimiters and line
+    breaks. But tables with tabs are often written without quoting, so quotes around what looks like several rows are
+    refused."""
     taken = list[str]()
 
     def recorded() -> Iterator[str]:
@@ -167,7 +168,7 @@ def _doubled(columns: list[str]) -> str:
 
 
 def _columns(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """The rows of a Parquet file, of an Arrow file (Feather), or of a stream of Arrow's as `datasets` saves them."""
+    """The rows of a Parquet file, of an Arrow file (Feather), or of an Arrow stream, which `datasets` saves."""
     import pyarrow
     from pyarrow import ipc, parquet
 
@@ -207,8 +208,8 @@ def arrow_rows(tables: Iterable[Any], name: str) -> Iterator[Located]:
 
 
 def _labelled(value: Any, feature: Any) -> Any:
-    """A value with the names of its classes in place of their numbers, if `datasets` describes it as a ClassLabel or a
-    list of them; null for -1, which is no class."""
+    """A value with class names in place of class numbers, if `datasets` describes it as a ClassLabel or a list of
+    ClassLabels; null for -1, which is no class."""
     if not isinstance(feature, dict):
         return value
     if isinstance(value, list):
@@ -236,7 +237,7 @@ def _as_written(value: Any, type: Any, name: str) -> Any:
         pairs = [(key, _as_written(item, type.item_type, name)) for key, item in value]
         held = dict(pairs)
         return held if len(held) == len(pairs) and all(isinstance(key, str) for key in held) else pairs
-    if isinstance(value, bytes) and name not in _IMAGES and b"\0" not in value:  # some programs write texts so
+    if isinstance(value, bytes) and name not in _IMAGES and b"\0" not in value:  # some programs write texts as bytes
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode()
     return value
@@ -258,7 +259,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _document(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """Yield a text file as one row, {"text": ...}; one that contains rows of JSON is read as JSON."""
+    """Yield a text file as one row, {"text": ...}; a file that contains rows of JSON is read as JSON."""
     stream.seek(0)
     content = stream.read(MAX_ROW_BYTES + 1)
     if _ROWS_OF_JSON.match(content):

@@ -105,7 +105,7 @@ def located(stream: BinaryIO, name: str) -> Iterator[Located]:
         if len(raw) > MAX_ROW_BYTES:
             raise UserError(f"{name}:{line}: a line of more than {MAX_ROW_BYTES >> 20} MiB; give each row its own line")
         text = decoded(raw, name, line, begin)
-        text = text.removeprefix("\ufeff")  # the mark of a file that was joined to another
+        text = text.removeprefix("\ufeff")  # the mark of a file that was appended to another file
         if is_first and text.strip() == "{":
             if stream.readline(MAX_ROW_BYTES).lstrip().startswith(b'"'):
                 problem = ValueError("an object over several lines; write each row on one line: jq -c . FILE > NEW")
@@ -209,7 +209,7 @@ def _problems_in(value: Any, depth: int = 0) -> Iterator[ValueError]:
 
 
 def _array(text: str, end: str) -> Iterator[Located]:
-    """The elements of the array in `text`, numbered from 1, then a syntax error if there is one; `end` follows it."""
+    """The elements of the array in `text`, numbered from 1, then a syntax error, if any; `end` must follow it."""
     number, at, mark = 0, text.index("["), "["
     while mark != "]":
         at = _behind_blanks(text, at + 1)
@@ -236,5 +236,5 @@ def _array(text: str, end: str) -> Iterator[Located]:
 
 def _behind_blanks(text: str, at: int) -> int:
     blanks = _BLANK.match(text, at)
-    assert blanks  # it matches the empty text, too
+    assert blanks  # as the pattern also matches an empty text
     return blanks.end()

@@ -118,8 +118,8 @@ def _key(sha256: str, parse: Parse, format: Format) -> str | None:
 
 
 def _through_cache(rows: RowFile, parse: Parse, read: Read, check_unchanged: Callable[[], None]) -> RowFile:
-    """Take the rows from the cache, or check them and put them there: their places and, unless they have a `text`
-    already, their text. If the cache cannot be written, places stay in memory, and the next start checks again."""
+    """Take the rows from the cache. If it lacks them, check them and store their places and, unless `rows.text` is set,
+    their text. If the cache cannot be written, places stay in memory, and the next start checks again."""
     if _is_kept(rows):
         return rows
     with contextlib.ExitStack() as stack:
@@ -214,7 +214,7 @@ def _check(rows: RowFile, values: Iterable[Located], parse: Parse, written: Bina
 
 
 def _keys_beside(problem: ValueError, row: Any) -> str:
-    """The keys that a row has, if it lacks the one that the problem is about."""
+    """Name the row's keys if it lacks the key that the problem is about; else ""."""
     field = problem.field if isinstance(problem, RowProblem) else None
     if not field or not isinstance(row, dict) or not row or field in row or re.split(r"[.\[]", field)[0] in row:
         return ""

@@ -90,8 +90,8 @@ class Rows(Sequence[Row]):
         return [of_file[file] for file, _ in map(self._file_of, indices)]
 
     def shares_rows(self, other: Any) -> bool:
-        """Whether some of these rows are also in `other`, from the same reading. A task then evaluates rows that it
-        trains on, on purpose, and its notes say so."""
+        """Whether `other` is from the same `read_rows` and has some of these rows. If so, the task evaluates rows that
+        it trains on, on purpose, and its notes say so."""
         return isinstance(other, Rows) and other._files is self._files and not {*self._chosen}.isdisjoint(other._chosen)
 
     def places(self, indices: Sequence[int]) -> list[Place]:
@@ -238,8 +238,8 @@ def _read_files(
     lines: list[str],
     problems: list[str],
 ) -> tuple[list[RowFile], list[str]]:
-    """Return the files of one name, without copies, and the names of refused files. Adds to `lines` and `problems`;
-    MAX_PROBLEMS problems are raised at once."""
+    """Return the files of one name, without files that repeat another's rows, and the names of refused files. Adds to
+    `lines` and `problems`; raises the problems as soon as there are MAX_PROBLEMS."""
     of_name: list[RowFile] = []
     refused: list[str] = []
     alike: dict[bytes, RowFile] = {}

@@ -31,11 +31,11 @@ _IN_NAME = {
     for split, words in _WORDS.items()
 }
 """Finds each split in names of files and folders, like `datasets` (data_files.py), but also after "=", or joined with
-"set" or "data". Held-out data is recognized too, which would otherwise be trained on."""
+"set" or "data". Names of held-out data are found too, so that nobody trains on it."""
 _CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 """Where a word begins within another, as in TestData."""
 _SHARD = re.compile(r"data/(.+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
-"""Names of the files of a hub data set. Its splits may have any names, and no other files hold rows."""
+"""Names of data files as hub data sets have them. If a folder has such files, no other file has rows of a split."""
 
 _SPLIT = r"[\w.-]+(\[[\d%:-]+\])?"
 _NAME = re.compile(
@@ -104,7 +104,7 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
     """The data files of a split of a folder and its subfolders, and lines on those that are not read.
 
     Without splits, these are all files except hidden ones and those that describe a data set. Links are followed, and
-    each folder is read once. Texts (.txt) are data where there is nothing else; a README.md never is. If `split` is
+    each folder is read once. Texts (.txt) are data only if there is no other data; a README.md never is. If `split` is
     "", it is chosen by `use`, "train" or "validation".
     """
     paths, others = _all_files(folder)
@@ -134,7 +134,7 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
 
 
 def _by_card(folder: Path, names: Collection[str], configs: list[dict[str, Any]]) -> dict[str, str]:
-    """The split of each file that the folder's card names."""
+    """The split of each file whose split the folder's card names."""
     exact: dict[str, str] = {}
     for pattern, split in _splits_by_card(configs):
         for name in {*glob.glob(pattern, root_dir=folder, recursive=True)}.intersection(names):
@@ -153,7 +153,7 @@ def _configurations(card: Path) -> list[dict[str, Any]]:
 
     try:
         content = yaml.safe_load(head[1])
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):  # `date: 2026-13-45` is one
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):  # ValueError: `date: 2026-13-45`
         return []
     configs = content.get("configs") if isinstance(content, dict) else None
     return [config for config in configs if isinstance(config, dict)] if isinstance(configs, list) else []
@@ -172,8 +172,8 @@ def _splits_by_card(configs: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def _split_by_name(name: str) -> str:
-    """The split of a file by its path in the folder: the split other than train that the file or a folder names, else
-    train. A folder that names train too, such as train_test_split, does not count."""
+    """The split of a file by its path in the folder: train, unless a folder (the innermost counts) or else the file
+    names another split. A folder that names train as well, such as train_test_split, does not count."""
     *folders, file = name.split("/")
     for part in (*reversed(folders), file):
         signs = [split for split, sign in _IN_NAME.items() if sign.search(_CAPITAL.sub("_", part))]

@@ -46,8 +46,8 @@ class TaskConformance:
         task: the task, with the options that its data needs.
         examples: at most this many examples of each split are checked, evenly spread; all are checked for leaks.
         leaks_allowed: a reason why prompts of validation may be in training; empty: they may not.
-        best: the main metric of right answers; None: if it lies between 0 and 1, it must be 1 (or 0, if lower is
-            better), and otherwise better than that of garbage.
+        best: what the main metric of right answers must be. None: 1 (or 0, if lower is better) if that metric lies
+            between 0 and 1, else any number that is better than garbage's.
     """
 
     __test__ = False  # pytest is to run subclasses only; see __init_subclass__
@@ -200,8 +200,8 @@ def _hold(code: str, faults: Sequence[str]) -> None:
 
 
 def observed(task: Task, split: str, most: int) -> list[str]:
-    """A SHA-256 for each of at most `most` examples, evenly spread: of the split's size, messages and target. Hashes
-    must be equal at every call and on every rank."""
+    """For at most `most` examples, evenly spread: a SHA-256 of messages, target and the split's size. These hashes must
+    be equal at every call and on every rank."""
     examples = read_split(task, split)
     step = max(1, math.ceil(len(examples) / most))
     chosen = (examples[index] for index in range(0, len(examples), step))
@@ -215,7 +215,7 @@ def _identity(value: Any) -> str:
 
 
 def rank() -> None:
-    """Be one rank: read the path and a pickled task from standard input, and write what it observes as JSON."""
+    """Act as one rank: read the path and a pickled task from standard input, and write what it observes as JSON."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answer:
         os.dup2(2, 1)  # what the task prints goes to standard error, in order
         sys.stdout = sys.stderr

@@ -1,4 +1,4 @@
-"""Finds steps in which a run was disturbed: others took the machine's cores, or a GPU was throttled. No torch.
+"""Finds steps in which a run was disturbed: other processes took cores, or a GPU was throttled. No torch.
 
 Rank 0 marks readings in metrics.jsonl while a run lasts; reports and comparisons turn marks into segments of steps.
 """
@@ -15,24 +15,24 @@ from accel_sft.launch.machine_state import slowed_by
 KEY = "machine"
 """Key of the marks in a training line of metrics.jsonl whose readings are new."""
 LOST = 0.1
-"""Share of the wanted cores (or of one core, if fewer were wanted) from which on a loss is marked. Daemons take less,
-and over a second the kernel's ticks of 10 ms are wrong by less."""
+"""Least share of the wanted cores (or of one core, if fewer are wanted) that is marked as lost. Daemons take less, and
+over a second, the kernel's ticks of 10 ms are off by less."""
 _FREE = 0.1
-"""With this share of idle cores or more, other processes are not marked: a run that wants more cores has them."""
+"""If at least this share of the cores is idle, other processes are not marked: the run could use the idle cores."""
 OTHERS_GIB = 1.0
-"""From this size on, memory of other processes on a GPU is marked: a context without work has up to 0.6 GiB."""
+"""Least memory of other processes on a GPU that is marked: a CUDA context without work takes up to 0.6 GiB."""
 _LEAST_READINGS = 3
-"""Least number of marked readings (one a second) in a segment: clocks dip and daemons wake up for a moment."""
+"""Least number of marked readings (one a second) in a segment; dips of clocks and waking daemons are shorter."""
 _LEAST_SHARE = 0.01
-"""Least share of the time of all steps in a segment: a shorter segment does not matter."""
+"""A segment has at least this share of the time of all steps; a shorter one does not matter."""
 MUCH = 0.1
-"""Disturbed share of the steps' time from which on a run's speed does not count as the machine's. A smaller share, even
-at half the speed, makes a run about 5% longer: less than rounds on a quiet machine differ."""
+"""If at least this share of the steps' time is disturbed, the run's speed does not count as the machine's. A smaller
+share, even at half the speed, makes a run about 5% longer; repeated runs on a quiet machine differ by more."""
 _SHOWN = 5
 
 
 def marks(system: Sequence[Any]) -> dict[str, float]:
-    """Disturbances in the `system.Reading` of each rank: maps a sentence, with # for its number, to the number."""
+    """Disturbances, by each rank's `system.Reading`: maps a sentence with # for a number to this number."""
     numbers = {}
     hosts = [rank for rank, read in enumerate(system) if not math.isnan(read.busy_cores)]
     for first, end in itertools.pairwise([*hosts, len(system)]):  # the first rank of each machine reads its cores
@@ -79,7 +79,7 @@ def disturbed_segments(lines: Iterable[Mapping[str, Any]]) -> list[Segment]:
     """The segments that matter in a run's training lines. A single reading without the mark does not end a segment."""
     begun: list[Segment] = []
     newest: dict[str, Segment] = {}  # by mark
-    total, passed, before, readings = 0.0, 0.0, 0, 0  # passed: seconds since the reading of the step `before`
+    total, passed, before, readings = 0.0, 0.0, 0, 0  # passed: seconds since the reading at the step `before`
     for line in lines:
         seconds = line["seconds"] if is_number(line.get("seconds")) else 0.0
         total, passed = total + seconds, passed + seconds

@@ -1,9 +1,9 @@
-"""Warns once if a GPU idles or waits for others during training, and names the likely cause, judged from measurements.
+"""Warns once if a GPU idles or waits for other ranks in training, and names the likely cause, judged by measurements.
 
-NVML counts the time in which any kernel ran. NCCL's kernels run, and spin, while their rank waits for another:
-a waiting GPU reads 100%. So the processes measure waiting: a rank whose batches and forwards take less time than
-another rank's waits for that rank in its backward, at least for the difference. Waiting is not measured under ZeRO-3
-and FSDP, whose ranks wait within a forward, or if ranks share rows.
+NVML counts the time in which any kernel ran. NCCL's kernels run, and spin, while a rank waits for another: a waiting
+GPU reads 100%. So the processes measure waiting themselves. If a rank finishes its batches and forwards sooner than
+another rank, it waits for that rank in its own backward, at least for the difference. Waiting is not measured under
+ZeRO-3 and FSDP (ranks wait within a forward there), or if ranks share rows.
 """
 
 import math
@@ -20,15 +20,15 @@ WINDOW_READINGS = 20
 """A window has at least WINDOW_STEPS steps, and WINDOW_READINGS readings of each GPU, which come once a second."""
 LOW_PERCENT = 50.0
 _MUCH = 0.2
-"""Share of a window's time from which on making batches counts as the cause."""
+"""If making batches takes at least this share of a window's time, it counts as the cause."""
 _BEHIND = 0.1
-"""The same share for waiting. Only waiting caused by forwards is measured; backwards take longer."""
+"""The same share for waiting. Only waiting caused by forwards is measured, and backwards take longer."""
 _SMALL_TOKENS = 4096
 """A forward of fewer tokens may take longer to launch than to run."""
 
 
 class IdleWatch:
-    """Looks at GPU use over windows of steps. Evaluations, checkpoints and a start's first steps do not count."""
+    """Looks at GPU use over windows of steps. Evaluations, checkpoints and a process's first steps do not count."""
 
     def __init__(self) -> None:
         self._steps, self._warned = 0, False
@@ -48,7 +48,7 @@ class IdleWatch:
         readings: Mapping[int, NewReading],
         ranks: int,
     ) -> str | None:
-        """Count a step; returns a warning the first time that a GPU idles or waits for others, else None.
+        """Count a step; returns a warning the first time that a GPU idles or waits for other ranks, else None.
 
         `record` is the step's line of metrics.jsonl; `seconds` is the time spent in each span since the step
         before, `times` how often the span was entered; `readings` are the new readings by rank.
@@ -61,7 +61,7 @@ class IdleWatch:
                 self._percents[rank].append(now.gpu_percent)
                 self._forward_seconds[rank] += now.forward_seconds - before.forward_seconds
         self._time.add(record["seconds"], seconds)
-        self._forwards += times.get(BATCHES, 0) - 2  # a step's first two spans read and divide its rows
+        self._forwards += times.get(BATCHES, 0) - 2  # a step's first two spans of this name read and divide the rows
         self._tokens += record["tokens"]
         fewest = min(map(len, self._percents.values()), default=0)
         if self._time.steps < WINDOW_STEPS or fewest < WINDOW_READINGS:

@@ -11,8 +11,8 @@ from accel_sft.io.files import is_number, json_safe, read_json_lines, write_atom
 
 
 def chained(chain: str, line: bytes) -> str:
-    """The chain after one more line, newline included: a SHA-256 that also depends on all lines before it, in order.
-    Before the first line the chain is ""."""
+    """The chain after one more line (with its newline): a SHA-256 over the chain so far and this line. Before the first
+    line the chain is ""."""
     return hashlib.sha256(chain.encode() + line).hexdigest()
 
 
@@ -21,7 +21,7 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._chain, self._chained = "", 0  # the chain over the file's first bytes, and their number
+        self._chain, self._chained = "", 0  # the chain over the file's first bytes, and the number of these bytes
         self._file: Any = None
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -30,13 +30,13 @@ class MetricsFile:
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed in close
         # Unbuffered and in one call: a kill leaves whole lines only.
         line = memoryview(_line(record).encode())
-        while line:  # a full disk takes a part of the line, and raises at the next write
+        while line:  # a full disk may take a part of the line, and raise only at the next write
             line = line[self._file.write(line) :]
 
     @property
     def chain(self) -> str:
-        """`chained` over all lines; checkpoints record it, so that `verify` finds lines that were changed later. It is
-        updated here by reading the appended lines, so that appending costs nothing more."""
+        """`chained` over all lines; checkpoints record it, so that `verify` finds lines that were changed later. Only
+        this property updates the chain, from the appended lines: appending itself costs nothing more."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 file.seek(self._chained)

@@ -1,4 +1,4 @@
-"""Shows progress at the terminal: one line at its bottom, or a plain line now and then where there is no terminal."""
+"""Shows progress at the terminal: one line at the bottom. Without a terminal, prints a plain line now and then."""
 
 import sys
 import time
@@ -19,8 +19,8 @@ _BAR = 12
 
 
 class ProgressBar:
-    """Shows steps done, time to go, the step's loss, the last evaluation's metrics and tokens per second: on a terminal
-    in one line at the bottom, redrawn at most twice a second, elsewhere in a plain line every `log_every` steps."""
+    """Shows steps done, time to go, the step's loss, the last evaluation's metrics and tokens per second. On a terminal
+    this is one line at the bottom, redrawn at most twice a second; elsewhere, a plain line every `log_every` steps."""
 
     def __init__(self, total_steps: int, *, log_every: int = 10, file: Any = None) -> None:
         self.total_steps = total_steps
@@ -29,7 +29,7 @@ class ProgressBar:
         self._metrics: dict[str, float] = {}
         self._file = file or sys.stdout
         self._console = Console(file=self._file, highlight=False)
-        # FORCE_COLOR makes rich believe in a terminal where there is a pipe: ask the file itself too.
+        # with FORCE_COLOR, rich takes even a pipe for a terminal: ask the file itself too.
         self.live = self._console.is_terminal and self._file.isatty() and not self._console.is_dumb_terminal
         self._bar: Live | None = None
         self._record: dict[str, float] = {}
@@ -82,7 +82,7 @@ class ProgressBar:
         return parts + [f"{name} {shown(record[name])}" for name in ("grad_norm", "epoch") if name in record]
 
     def _time_to_go(self, now: float) -> str:
-        """By the mean time per step since this process finished its first step; evaluations and checkpoints count."""
+        """Time to go by the mean time per step since this process's first step, with evaluations and checkpoints."""
         if self._first is None or self.done <= self._first[0]:
             return "ETA -:--:--"
         step, began = self._first
@@ -92,7 +92,7 @@ class ProgressBar:
 
     def _draw(self, now: float) -> None:
         if self._bar is None:
-            shared = self._file is sys.stdout  # if so, rich prints this process's other output above the bar
+            shared = self._file is sys.stdout  # if true, rich prints this process's other output above the bar
             # auto_refresh would start a thread, which takes time from the training loop
             self._bar = Live(console=self._console, auto_refresh=False, redirect_stdout=shared, redirect_stderr=shared)
             self._bar.start()

@@ -14,7 +14,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.files import write_atomically
 
 _NO_NAME = re.compile(r"[^\w./: -]")
-"""Characters that MLflow does not accept in names of curves; a curve by source is named after a file."""
+"""Characters that MLflow does not accept in names of curves; the curve of a data source has a file's name."""
 FLUSH_SECONDS = 5
 """Seconds between writes of TensorBoard's points, which a killed run may lose; metrics.jsonl loses none."""
 
@@ -37,7 +37,7 @@ def tracker_names(setting: str) -> list[str]:
 
 class Trackers:
     """Rank 0's trackers, by `tracker_names`. A service that fails during the run is logged and dropped; TensorBoard's
-    errors raise. TensorBoard's events lie directly in `run_dir`, so that `--logdir runs` shows its name."""
+    errors raise. TensorBoard's events lie directly in `run_dir`, so that `--logdir runs` shows the run's name."""
 
     def __init__(
         self, names: Sequence[str], run_dir: Path, settings: Mapping[str, Any], log: Callable[[str], None]
@@ -70,7 +70,7 @@ class Trackers:
             self._others.append(tracker)
 
     def curves(self, values: Mapping[str, float], step: int) -> None:
-        """Draw one point on each named curve. Costs the loop one queue entry: TensorBoard's thread writes it."""
+        """Draw one point on each named curve. The loop only fills a queue, which TensorBoard's thread writes."""
         if self._writer:
             points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
             self._writer.file_writer.add_summary(Summary(value=points), step)

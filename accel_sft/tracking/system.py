@@ -20,28 +20,28 @@ GIB = 2**30
 
 
 class Reading(NamedTuple):
-    """What one rank reads of its process, device and machine at a moment; NaN where that is unavailable."""
+    """What one rank reads of its process, device and machine at one moment; NaN for what is unavailable."""
 
     sample: float = 0.0  # number of the sample: the same number means the same readings
-    cpu_percent: float = math.nan  # of one core, as in top: 200 is two busy cores
+    cpu_percent: float = math.nan  # percent of one core, as in top: 200 is two busy cores
     process_memory_gib: float = math.nan  # resident memory of this rank's process
     host_memory_gib: float = math.nan  # in use on the whole machine
     gpu_percent: float = math.nan  # share of the time in which a kernel ran
     gpu_memory_gib: float = math.nan  # in use on the whole device, by every process
     forward_seconds: float = math.nan  # of batches and forwards since the start; NaN if forwards wait for ranks
-    busy_cores: float = math.nan  # that ran any process; this and the next three: on the first rank of a machine only
-    idle_cores: float = math.nan  # of those that this process may use
+    busy_cores: float = math.nan  # cores that ran any process; this and the next three: only on a machine's first rank
+    idle_cores: float = math.nan  # idle among the cores that this process may use
     stolen_cores: float = math.nan  # by a hypervisor
     held_cores: float = math.nan  # by a container's CPU quota
     gpu_clock_mhz: float = math.nan
     gpu_clock_share: float = math.nan  # of its highest
     gpu_slowed_by: float = math.nan  # bits of `machine_state.GpuState.reasons`
-    gpu_others_gib: float = math.nan  # memory of others' processes
+    gpu_others_gib: float = math.nan  # memory of other launches' processes
 
 
 _AVERAGED = Reading._fields[1 : Reading._fields.index("forward_seconds")]
 _SLOW_EVERY = 10
-"""Samples from one reading of the GPU's processes to the next; a reading may take ten milliseconds."""
+"""Number of samples per reading of the GPU's processes; such a reading may take ten milliseconds."""
 
 
 class SystemSampler:
@@ -56,7 +56,7 @@ class SystemSampler:
         self._latest = Reading()
         self._nvml: Any = None
         self._seen = 0
-        self.forward_seconds = 0.0  # the tracker adds to it
+        self.forward_seconds = 0.0  # the tracker adds to this
         self._cores = CoreClock() if os.environ.get("LOCAL_RANK", "0") == "0" else None
         self._others_gib = math.nan
         if device.type == "cuda":
@@ -81,7 +81,7 @@ class SystemSampler:
         return self._latest
 
     def _state(self) -> list[float]:
-        """What may slow the machine down, from `busy_cores` on."""
+        """What may slow the machine down: the fields of Reading from `busy_cores` on."""
         cores: Sequence[float] = self._cores.since() if self._cores else [math.nan] * 4
         if self._nvml and self._latest.sample % _SLOW_EVERY == 0:
             self._others_gib = others_gib(*self._nvml)
@@ -99,7 +99,7 @@ class SystemSampler:
         return percent, memory_gib
 
     def _percent(self, pynvml: Any, handle: Any) -> float:
-        """Return the mean GPU use since the last call. Calls come at one moment of each step, whose use says little."""
+        """Return the mean GPU use since the last call. One value says little: calls come at one moment of each step."""
         with contextlib.suppress(pynvml.NVMLError):  # where the driver keeps no samples, or has no new one
             _, samples = pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, self._seen)
             new = [sample.sampleValue.uiVal for sample in samples if sample.timeStamp > self._seen]
@@ -110,7 +110,7 @@ class SystemSampler:
 
 
 class NewReading(NamedTuple):
-    """A rank's newest reading, and the reading before it; None at first, and if more than steps lies in between."""
+    """A rank's newest reading, and the one before; None if this is the first, or if more than steps lie in between."""
 
     now: Reading
     before: Reading | None
@@ -137,8 +137,8 @@ class Readings:
 
 
 class Usage:
-    """Mean and peak of each rank's readings over a run's training steps. A rank's first reading, which covers the
-    start-up, counts only until there is a second reading."""
+    """Mean and peak of each rank's readings over a run's training steps. A rank's first reading covers the start-up,
+    and counts only until there is a second reading."""
 
     def __init__(self) -> None:
         self._samples: Counter[int] = Counter()
@@ -186,7 +186,7 @@ def host_memory_gib() -> dict[str, float]:
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     peak = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
-    if peak is None:  # not on Linux, whose ru_maxrss starts from the peak of the launcher, which forked this process
+    if peak is None:  # not on Linux: there, ru_maxrss starts from the launcher's peak
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {"now": psutil.Process().memory_info().rss / GIB, "peak": peak / GIB}
 
@@ -199,7 +199,7 @@ def peak_memory_gib(device: torch.device) -> dict[str, float]:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Restart the peaks, so that loading and generating each have their own; for host memory on Linux only."""
+    """Reset the peaks, so that loading and generating each have their own; host memory's peak on Linux only."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with contextlib.suppress(OSError):  # not on Linux, or forbidden in a container: the peak then counts from the start
@@ -208,7 +208,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 class PhasePeaks:
     """Peaks by phase, as the kernel and torch's allocator keep them: nothing is sampled, and no peak is missed. A phase
-    may come more than once; its largest counts."""
+    may come more than once; its largest peak counts."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -14,7 +14,7 @@ BATCHES, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, PAUSE = (
     "optimizer step",
     "evaluate or save",
 )
-"""What the training process does, by the names of its spans in a trace."""
+"""Names of the spans in a trace: what the training process does in each."""
 _REST = "the rest"
 _PREFIX = "accel_sft: "
 """Prefix of these names in a trace: libraries have spans called `forward` too."""
@@ -37,7 +37,7 @@ def span(name: str) -> Iterator[None]:
 
 
 def taken() -> tuple[dict[str, float], dict[str, int]]:
-    """Return, by name, the seconds spent in each span since the last call, and how often each was entered and left."""
+    """Return, by span name and since the last call, the seconds spent and how often it was entered and left."""
     counted = dict(_seconds), dict(_times)
     _seconds.clear()
     _times.clear()
@@ -45,14 +45,14 @@ def taken() -> tuple[dict[str, float], dict[str, int]]:
 
 
 class TimeSpent:
-    """Adds up the time of the steps of this start, without evaluations and checkpoints."""
+    """Adds up the time of the steps since this start or resume, without evaluations and checkpoints."""
 
     def __init__(self) -> None:
         self.steps, self.seconds = 0, 0.0
         self.parts: defaultdict[str, float] = defaultdict(float)
 
     def add(self, step_seconds: float, spans: Mapping[str, float]) -> None:
-        """Count a step, and the seconds of it in each span."""
+        """Count a step, and how many of its seconds were spent in each span."""
         self.steps += 1
         self.seconds += step_seconds
         for name, seconds in spans.items():

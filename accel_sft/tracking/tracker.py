@@ -46,11 +46,11 @@ _CURVES = {
 _LOGGED = 6
 """Maximum number of an evaluation's metrics in its line at the terminal."""
 _PAUSE_SECONDS = 0.05
-"""More time between two steps counts as a pause: the next readings say nothing about steps."""
+"""More seconds between two steps count as a pause: the next readings are not about steps alone."""
 
 
 class Tracker(contextlib.AbstractContextManager):
-    """Records and shows a run. It lives on every rank, and rank 0 writes. Only `phases()` may be a collective.
+    """Records and shows a run. Every rank has a Tracker, and rank 0 writes. Only `phases()` may be a collective.
 
     The bar shows `main_metric`. The bar and `log` print to the stream `terminal`, by default standard output.
     """
@@ -69,8 +69,8 @@ class Tracker(contextlib.AbstractContextManager):
         self.accelerator, self.run_dir, self.config, self.main_metric = accelerator, run_dir, config, main_metric
         self._readings, self._usage, self._idle = Readings(), Usage(), IdleWatch()
         self._time = TimeSpent()
-        self._recorded: list[dict[str, Any]] = []  # this rank's phases
-        self._phases: list[dict[str, Any]] = []  # every rank's
+        self._recorded: list[dict[str, Any]] = []  # phases of this rank
+        self._phases: list[dict[str, Any]] = []  # phases of every rank
         self.peaks = PhasePeaks(accelerator.device)
         self._metrics = MetricsFile(run_dir.metrics)
         self._line = ProgressBar(total_steps, log_every=config.log_every, file=terminal)
@@ -97,8 +97,8 @@ class Tracker(contextlib.AbstractContextManager):
         self._recorded.append({**row, "process_memory_gib": host_memory_gib()["now"], **on_device})
 
     def phases(self) -> list[dict[str, Any]]:
-        """Every rank's phases in order: `phase`, `rank`, `seconds` since its process started, and GiB of process memory
-        and of the device's (None without CUDA). A collective if a phase is new."""
+        """Every rank's phases in order: `phase`, `rank`, `seconds` since the rank's process started, and GiB of process
+        memory and of device memory (the latter None without CUDA). A collective if a phase is new."""
         if len(self._phases) < len(self._recorded) * self.accelerator.num_processes:
             every = gather_object([self._recorded])
             self._phases = [row for of_ranks in zip(*every, strict=True) for row in of_ranks]
@@ -112,7 +112,7 @@ class Tracker(contextlib.AbstractContextManager):
         self, record: Mapping[str, Any], system: Sequence[Sequence[float]] = (), forward_seconds: float = math.nan
     ) -> None:
         """Record one optimizer step: `step`, `tokens`, `seconds` and any other numbers. Tokens per second are
-        added. `system` is each rank's `system()`, and `forward_seconds` what this rank's forwards of the step took."""
+        added. `system` is each rank's `system()`; `forward_seconds` is the time of this rank's batches and forwards."""
         seconds, times = taken()
         self._system.forward_seconds += forward_seconds
         if not self._writes:
@@ -163,12 +163,12 @@ class Tracker(contextlib.AbstractContextManager):
 
     @property
     def chain(self) -> str:
-        """`chained` over the lines of metrics.jsonl so far; "" on other ranks than 0."""
+        """`chained` over the lines of metrics.jsonl so far; "" on ranks other than 0."""
         return self._metrics.chain if self._writes else ""
 
     def rewind(self, step: int, evaluated: bool = True, chain: str = "") -> None:
-        """Delete what an earlier start of this run recorded after `step`, where the run resumes, and the
-        evaluation at `step` unless the checkpoint, whose `chain` is given, contains it. Step 0 starts over."""
+        """Delete what an earlier start recorded after `step`, where the run resumes. Also delete the evaluation at
+        `step`, unless the checkpoint has it (`evaluated`). `chain` is the checkpoint's. Step 0 starts over."""
         self._line.done = step
         if not self._writes:
             return
@@ -180,7 +180,7 @@ class Tracker(contextlib.AbstractContextManager):
             if step_of(samples) > last - (again is not None):
                 samples.unlink()
         self._trackers.rewind(last - (again is not None))
-        if again:  # TensorBoard forgot the whole step, its training curves too
+        if again:  # TensorBoard dropped the whole step, training curves too
             self._trackers.curves(_training_curves(again), last)
         if last < 0:
             self._show_settings()
@@ -212,7 +212,7 @@ _SKIPPED, _WARMUP, _TRACED = 1, 1, 3
 
 @contextlib.contextmanager
 def traced_steps(folder: Path, rank: int, log: Callable[[str], None]) -> Iterator[Any]:
-    """Trace steps 3 to 5 into `folder`; call the object's `step()` after each optimizer step."""
+    """Trace steps 3 to 5 into `folder`; call `step()` of the yielded object after each optimizer step."""
     write = torch.profiler.tensorboard_trace_handler(str(folder), worker_name=f"rank{rank}")
 
     def ready(profiler: Any) -> None:

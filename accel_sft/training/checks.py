@@ -25,20 +25,20 @@ from accel_sft.models.kernels import put_kernels_in
 
 _UPDATES = 3
 """Number of updates after which missing gradients are reported. LoRA's A has no gradient in the first update, since B
-starts at zero; with a warm-up from rate 0, none in the second either."""
+starts at zero. After a warm-up from rate 0 it has none in the second update either."""
 _EXPERT = re.compile(r"(?<=\bexperts\.)\d+(?=\.)")
 _TOLERANCES = {True: (1e-3, 1e-2), False: (0.05, 0.25)}
 """Largest allowed differences in float32 (True) and in reduced precision (False): of the loss in nats per token, and of
 a gradient as a share of its norm."""
 _SMALL = 1e-12
-"""Smallest norm that a gradient's difference is divided by; the norm may be zero."""
+"""Smallest divisor of a gradient's difference, used if the gradient's norm is smaller (it may be zero)."""
 
 
 def use_liger_kernels(trial: Trial) -> str:
-    """Have Liger's kernels compute the prepared model's layers, and return the line that says so.
+    """Have Liger's kernels compute the prepared model's layers, and return a line for the log.
 
-    The loss of a few rows is compared with and without the kernels. If a forward runs without other ranks, gradients of
-    the embedded tokens and trained vectors (such as norm weights) are compared too.
+    The loss of a few rows is compared with and without the kernels. If a forward needs no other rank, the gradients of
+    the embedded tokens and of trained vectors (such as norm weights) are compared too.
     """
     accelerator = trial.accelerator
     model = accelerator.unwrap_model(trial.model)
@@ -57,7 +57,7 @@ def use_liger_kernels(trial: Trial) -> str:
     if gradients:
         pairs = zip(gradients, gradients_after, strict=True)
         shares = [(before - after).norm() / before.norm().clamp(min=_SMALL) for before, after in pairs]
-        share = torch.stack(shares).max().item()  # NaN, if one of them is
+        share = torch.stack(shares).max().item()  # NaN if one of the shares is NaN
         line += f", gradients by {share:.1g} of their norm"
         exact = exact and share <= most
     if wrong := first_reason(None if exact else line):
@@ -66,13 +66,13 @@ def use_liger_kernels(trial: Trial) -> str:
 
 
 def rounds_updates(accelerator: Accelerator, launch: Launch, model: Any) -> bool:
-    """Whether trained weights have 16 bits and no float32 copies, which DeepSpeed keeps (ZeRO; bf16 and fp16)."""
+    """Whether trained weights have 16 bits and no float32 copies. DeepSpeed keeps such copies (ZeRO; bf16 and fp16)."""
     copies = launch.backend == "deepspeed" and (launch.stage > 0 or accelerator.mixed_precision != "no")
     return not copies and any(weights.requires_grad and weights.itemsize == 2 for weights in model.parameters())
 
 
 class Untrained:
-    """Looks once for trained weights without a gradient: where the optimizer's state is zero, no gradient has arrived.
+    """Looks once for trained weights without a gradient: a weight whose optimizer state is zero has had none.
 
     Attributes:
         names: the weights without a gradient, similar names merged; None before the check.
@@ -84,7 +84,8 @@ class Untrained:
         self.names: list[str] | None = None
 
     def look(self, grad_norm: float, *, last: bool) -> None:
-        """Call this on every rank after each step, with the step's gradient norm; it logs at the right step."""
+        """Call this on every rank after each step, with the step's gradient norm. It checks once, after `_UPDATES`
+        updates or at the last step, and logs the weights without a gradient."""
         self._updates += math.isfinite(grad_norm)  # steps with a non-finite norm changed nothing
         if self.names is not None or self._updates < (2 if last else _UPDATES):
             return
@@ -104,8 +105,8 @@ class Untrained:
             )
 
     def _reached(self) -> Iterator[str]:
-        """Yield the names of the weights whose part on this rank has had a gradient: AdamW's second moment is not zero.
-        An 8-bit state is judged by its scales, because it stores zero as another number."""
+        """Yield the names of the weights with a gradient so far in this rank's part: AdamW's second moment is not zero.
+        An 8-bit state is judged by its scales, because it does not store zero as 0."""
         for partition in partitions(self._accelerator, self._model, self._optimizer):
             values = partition.state.get(SCALES[-1], partition.state.get(partition.kinds[-1]))
             if values is not None:
@@ -114,7 +115,7 @@ class Untrained:
 
 
 def without_experts(untouched: Iterable[str], reached: Iterable[str]) -> list[str]:
-    """The weights without a gradient, except experts that no token has chosen yet: another expert of their layer
-    has a gradient."""
+    """The `untouched` weights without the experts that no token has chosen yet: experts of a layer in which some other
+    expert has a gradient."""
     chosen = {_EXPERT.sub("*", name) for name in reached if _EXPERT.search(name)}
     return [name for name in untouched if _EXPERT.sub("*", name) not in chosen]

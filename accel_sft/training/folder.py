@@ -30,8 +30,8 @@ class Claim:
     """A run's folder, locked for this run until the run ends."""
 
     run_dir: RunDir
-    config: TrainConfig  # with the run's `template_date`, and `--resume auto` in a later attempt of a launch
-    finished: bool  # whether the run is complete, with these settings; different ones are refused later
+    config: TrainConfig  # with the run's `template_date`; with `--resume auto` after a restart by the launcher
+    finished: bool  # whether the run is complete; settings that differ from the run's are refused later
     fresh: bool  # whether nothing was in the folder
 
 
@@ -82,7 +82,7 @@ def claim_run_dir(accelerator: Accelerator, launch: Launch, task_name: str, task
         claimed = decided_by_main(accelerator, claim)
         if launch.machines > 1:
             _check_shared(accelerator, claimed.run_dir)
-    except Exception as error:  # such as a collective's, if another rank was lost
+    except Exception as error:  # for example an error of a collective, if another rank was lost
         for run_dir in begun:
             run_dir.write_ended("failed", lost_peers() or str(error))
         raise
@@ -106,7 +106,7 @@ def _note_of_launch() -> Path | None:
 
 
 def _noted(file: Path | None) -> str:
-    """The run's folder in an earlier attempt of this launch; "" without one."""
+    """The run's folder in an earlier attempt of this launch; "" if there was no earlier attempt."""
     writer, _, path = (file.read_text(encoding="utf-8") if file and file.is_file() else "").partition(" ")
     return "" if writer == str(os.getpid()) else path  # this process wrote it, for another run
 

@@ -1,6 +1,6 @@
 """Makes the optimizer, and runs backward, clipping and update on every backend.
 
-`Whole` gives trained weights and their gradients unsharded and equal on all ranks, even if the backend shards them.
+`Whole` gives trained weights and gradients unsharded and equal on all ranks, even if the backend shards them.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ class Stepper:
         self.averages = Averages(accelerator, model, optimizer, ema_decay) if ema_decay is not None else None
 
     def set_learning_rate(self, rate: float) -> None:
-        # DeepSpeed's Twin-Flow copies the first group for its second optimizer, and never updates that copy's rate
+        # DeepSpeed's Twin-Flow copies the first group for its second optimizer, and never updates the rate in the copy
         second = getattr(getattr(self.engine, "optimizer", None), "backup_optimizer", None)
         for group in (*self.optimizer.param_groups, *(second.param_groups if second else ())):
             group["lr"] = rate
@@ -85,7 +85,7 @@ class Stepper:
 
     @span(BACKWARD)
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of one micro-batch, inside `boundary`."""
+        """Add the gradients of one micro-batch; call this inside `boundary`."""
         if self.engine is not None:
             self.engine.backward(loss, scale_wrt_gas=False)
         else:
@@ -148,7 +148,7 @@ class Stepper:
         return forwards_alone(self.accelerator)
 
     def discard_gradients(self) -> None:
-        """Drop a step's gradients before it is repeated. DeepSpeed's must be NaN on all ranks: `update` skips NaN."""
+        """Drop a step's gradients before its repetition. DeepSpeed's must be NaN on all ranks: `update` skips NaN."""
         if self.engine is not None:
             self.update(0)
         self._clear_gradients()
@@ -156,7 +156,7 @@ class Stepper:
             torch.cuda.empty_cache()
 
     def _clear_gradients(self) -> None:
-        """Drop the gradients; DDP's are zeroed instead: they are views of buckets, and new tensors need memory."""
+        """Drop the gradients, or zero them under DDP: there they are views of buckets, and new tensors need memory."""
         self.optimizer.zero_grad(set_to_none=not isinstance(self.model, DistributedDataParallel))
 
     def _unmanaged_norm(self) -> float | None:
@@ -168,8 +168,8 @@ class Stepper:
 
 
 class Whole:
-    """The trained weights whose names contain a given text, unsharded, before and after one update; under sharding they
-    are copies. All methods are collectives."""
+    """The trained weights whose names contain a given text, unsharded, before and after one update. If the backend
+    shards, they are copies. All methods are collectives."""
 
     def __init__(self, accelerator: Accelerator, model: Any, optimizer: Any, part: str, of_gradients: bool) -> None:
         self.backend = accelerator, model, optimizer
@@ -204,7 +204,7 @@ class Whole:
         return self.copies
 
     def put_back(self, names: Collection[str]) -> None:
-        """Copy the changed weights with these names back into the tensors that the optimizer and the forwards use."""
+        """Copy the weights with these names, changed by the caller, into the optimizer's and the forwards' tensors."""
         if not (self.in_parts and names):
             return
         for partition in partitions(*self.backend, writing=True):
@@ -214,7 +214,7 @@ class Whole:
                     flat(partition.tensor)[part.offset : part.offset + part.size].copy_(changed)
 
     def _gathered(self, read: Callable[[Partition], Any]) -> dict[str, torch.Tensor]:
-        """Assemble the weights, or tensors of their shapes, from all ranks' parts in one exchange."""
+        """Assemble the weights, or tensors with the weights' shapes, from all ranks' parts in one exchange."""
         accelerator = self.backend[0]
         shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self.parameters.items()}
         buffer = torch.zeros(sum(shape.numel() for shape in shapes.values()), device=accelerator.device)

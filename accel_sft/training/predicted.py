@@ -27,7 +27,7 @@ GIB = 2**30
 
 
 class Prediction:
-    """The closed-form prediction of this run's memory; all ranks make it together, before the model is loaded.
+    """The prediction of this run's memory by formulas; all ranks make it together, before the model is loaded.
 
     A model whose parameters cannot be counted gets no prediction; this is logged, and the run continues. If the model
     states alone do not fit on some rank, all ranks raise UserError, unless `--force` is given.
@@ -46,8 +46,8 @@ class Prediction:
             log(line)
 
     def mfu(self, train_step: TrainStep, supervised_tokens: int, grad_norm: float, seconds: float) -> dict[str, float]:
-        """`mfu` of the last step, as a share of all devices' peak, for its line of metrics.jsonl. Empty if the peak is
-        unknown, or if the step trained nothing because its gradient norm was 0, infinite or NaN."""
+        """`mfu` of the last step, as a share of all devices' peak, for the step's line of metrics.jsonl. Empty if the
+        peak is unknown, or if the step trained nothing because its gradient norm was 0, infinite or NaN."""
         if self.flops is None or self.peak_flops is None or not 0 < grad_norm < math.inf:
             return {}
         tokens, pairs = train_step.computed()
@@ -93,7 +93,7 @@ def _peak_flops(device: torch.device, job: Job) -> float | None:
 def job_of_run(
     config: TrainConfig, weights: str, launch: Launch, device: torch.device, log: Callable[[str], None]
 ) -> Job | None:
-    """The run as a job of `plan`, with a small forward: the forward's size is chosen later, by free memory. If the
+    """The run as a job of `plan`, with a forward of one token: the real size is chosen later, by free memory. If the
     model's parameters cannot be counted, this is logged, and the result is None."""
     from transformers.utils import cached_file
 
@@ -114,7 +114,7 @@ def job_of_run(
             eval_rows=0 if config.eval_every == "off" else 1,
             saves=config.save_every != "off",
         )
-        return job if job.trained else None  # 0: no module matches, and loading refuses the names
+        return job if job.trained else None  # 0: no module matches; loading raises the error for it
     except UnusableModel:
         raise
     except (UserError, OSError, ValueError) as error:
@@ -149,7 +149,7 @@ def _misfits(job: Job, force: bool) -> list[str]:
 
 
 def _beside(predicted: Estimate, measured: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Predicted and measured GiB by place and phase, with the prediction also by component.
+    """Predicted and measured GiB by place (device, host) and phase; the prediction also by component.
 
     Torch measures only its allocator's memory, so for devices the prediction leaves out `overhead`.
     """

@@ -47,17 +47,17 @@ _COMPARED = 8
 
 
 class Assembly:
-    """The parts that training and `evaluate` both make from the settings; all ranks make them together.
+    """The parts of a run that training and `evaluate` both make from the settings; all ranks make them together.
 
-    The model is not kept here: the caller that loads it decides when it is freed. `encode` turns a split's examples
-    into tokens. `blank` is set when a model is loaded, and passed to `Batching.batch`.
+    The model is not kept here: the caller that loads it decides when to free it. `encode` turns a split's examples into
+    tokens. `blank` is set by `load_model`, and passed to `Batching.batch`.
     """
 
     def __init__(self, accelerator: Accelerator, task: Task, config: TrainConfig, source: Source) -> None:
         self.accelerator, self.task, self.config, self.source = accelerator, task, config, source
         trusted = config.trust_remote_code
         self.template = GivenTemplate(config.chat_template, trusted) if config.chat_template is not None else None
-        # raw text needs no template; without one, the first conversation is refused
+        # raw text needs no template; if the model has none, the first conversation raises an error
         self.tokenizer = load_tokenizer(source, trust_remote_code=trusted, given=self.template, templated=False)
         rules = encoding_rules(self.tokenizer, source, config)
         load = functools.partial(load_processor, source, model=config.model, trust_remote_code=trusted)
@@ -103,7 +103,7 @@ class Assembly:
             raise UserError(*with_places([line], encoding.examples, encoding.split))
 
     def evaluator(self, model: Any, split: StoredEncoding, max_new_tokens: int | None = None, **more: Any) -> Evaluator:
-        """Make the Evaluator of a split; `more` goes to its `Generator`."""
+        """Make the Evaluator of a split; `more` are options of its `Generator`."""
         config, tokenizer = self.config, self.tokenizer
         more.setdefault("log", lambda line: print(wrapped(line), file=terminal()))
         backend = Generator(self.accelerator, tokenizer, model, config.eval_batch_size, **more)
@@ -175,7 +175,7 @@ class Prepared:
 
     @property
     def longest_answer(self) -> int:
-        """Tokens of the longest answer in either split, end of turn included: the default limit for generation."""
+        """Tokens of the longest answer in both splits, end of turn included: the default limit for generation."""
         return max(int(split.kept.answers.max()) for split in (self.train, self.validation))
 
     @property
@@ -201,7 +201,7 @@ def prepare_data(
     """Read the task's splits, find the model's source (building `tiny`), tokenize, and plan the steps."""
     _refuse_missing_packages(config)
     splits: list[Sequence[Any]] = []
-    # an error of one rank is raised on all of them, before any of them writes a file
+    # an error of one rank is raised on all ranks, before any rank writes a file
     notes: list[str] = []
     by_each_rank(lambda: splits.extend(_read(task, notes, eval_every=config.eval_every, thinking=config.thinking)))
     train_examples, validation_examples = splits
@@ -246,8 +246,8 @@ def _ends_served(train: StoredEncoding, assembly: Assembly) -> list[str]:
     if end is None:
         return []
     token = tokenizer.convert_ids_to_tokens(end)
-    written = tokenizer.eos_token_id in assembly.encode.rendering.ends()  # then only calls end with another token
-    names_eos = "eos_token" in str(tokenizer.chat_template)  # another eos would change such a template's prompts
+    written = tokenizer.eos_token_id in assembly.encode.rendering.ends()  # then only tool calls have another end
+    names_eos = "eos_token" in str(tokenizer.chat_template)  # a different eos would change such a template's prompts
     if not (train.raw or written or names_eos):
         tokenizer.eos_token = token
     what = f"warning: answers end with {token}, but a server running the base model does not stop at it."
@@ -264,7 +264,7 @@ def source_of(run_dir: RunDir, model: str, config: TrainConfig) -> Source:
 
 
 def _most_pixels(assembly: Assembly, train: StoredEncoding) -> int:
-    """Pixel values of the row whose images have the most tokens."""
+    """Number of pixel values of the row whose images have the most tokens."""
     if not len(train.kept.pictured):
         return 0
     images = assembly.encode.images
@@ -273,8 +273,8 @@ def _most_pixels(assembly: Assembly, train: StoredEncoding) -> int:
 
 
 def _refuse_forged_turns(*encodings: StoredEncoding) -> None:
-    """Raise UserError if an answer's text contains a token that ends the turn: the rest would be trained on as another
-    turn. Called only if control tokens in texts are not read as plain characters."""
+    """Raise UserError if an answer's text contains a token that ends the turn: the rest would be trained on as a
+    separate turn. Called only if control tokens in texts are not read as plain characters."""
     for encoding in encodings:
         if rows := encoding.control_tokens["answers"]:
             split = encoding.split
@@ -286,7 +286,7 @@ def _refuse_forged_turns(*encodings: StoredEncoding) -> None:
 
 def plan_steps(train: StoredEncoding, config: TrainConfig) -> StepPlan:
     """Plan the optimizer steps over these examples, as the settings ask for."""
-    assert config.global_batch_size is not None  # the settings are resolved, and have either steps or epochs
+    assert config.global_batch_size is not None  # resolved settings have a batch size, and either steps or epochs
     sources, shares = rows_by_source(train, config.mix) if config.mix else (None, (1,))
     plan = StepPlan(
         train.kept.lengths,
@@ -321,7 +321,7 @@ def _refuse_missing_packages(config: TrainConfig) -> None:
 
 
 def _read(task: Task, notes: list[str], *, eval_every: str, thinking: str | None) -> Iterator[Sequence[Any]]:
-    """Yield both splits; if the run will score answers, add the findings of a check of the scores to `notes`."""
+    """Yield both splits. If the run will score answers, check the task's scores and add the findings to `notes`."""
     yield read_split(task, "train")
     validation = read_split(task, "validation")
     if eval_every != "off":

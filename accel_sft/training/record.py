@@ -37,8 +37,8 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
     """Write `run.json` (settings, data and launch of the run) and `run.yaml`, which repeats the run. Returns the
     record's `made_by`: everything that the run's numbers depend on.
 
-    Called twice for a run that has trained: before the resume, it only refuses differences from the record; after the
-    resume (`resumed`), when nothing can be refused any more, it replaces the record.
+    Called twice for a run that has trained. Before the resume, the call only refuses differences from the record. After
+    the resume (`resumed`), when nothing can be refused any more, it replaces the record.
     """
     assembly = prepared.assembly
     splits = {"train": prepared.train.examples, "validation": prepared.validation.examples}
@@ -94,7 +94,7 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
         how = "A run must resume with its original settings. To change them, let it finish, then start a new run with"
         raise UserError(*different, f"{how} --init-from {run_dir}.")
     base, base_now = before.get("base_weights"), now.get("base_weights")
-    if base and base_now and base != base_now:  # checkpoints hold the adapter alone
+    if base and base_now and base != base_now:  # an adapter's checkpoints do not hold the base weights
         raise UserError(
             "--model: the base weights under the adapter have changed since the run was started; restore them, or "
             "start a new run in another folder"
@@ -139,7 +139,7 @@ def write_run_yaml(run_dir: RunDir, task_name: str, task: Task, config: TrainCon
     """Write run.yaml and launch.yaml into the run's folder, without secrets."""
     if launch.yaml:
         write_atomically(run_dir.launch, _launch_file(run_dir, launch))
-    else:  # an earlier start of this run may have written one
+    else:  # an earlier start of this run may have written launch.yaml
         run_dir.launch.unlink(missing_ok=True)
     file = file_record(type(task))
     named = {TASK: f"{file['path']}:{file['class']}" if file else task_name}
@@ -171,8 +171,8 @@ def _launch_file(run_dir: RunDir, launch: Launch) -> str:
 
 
 def relaunch(launch: Launch) -> dict[str, Any]:
-    """How to start this launch again: the launcher's words ([] without a launcher) and the variables to set. The caller
-    adds the run's launch.yaml to the words, if it exists."""
+    """How to start this launch again: the words of the launcher's command ([] without a launcher) and the variables to
+    set. The caller adds the run's launch.yaml to the words, if it exists."""
     precision = launch.precision[0]
     if launcher := launcher_command()[0]:
         own = own_words(launcher, without=("config_file", *_IN_FILE) if launch.yaml else ())

@@ -1,4 +1,4 @@
-"""`TrainState`: counters, metrics and the best step, also kept in checkpoints; and the learning rate. No torch."""
+"""`TrainState`: counters, metrics and best step of a run, kept in checkpoints too; and the learning rate. No torch."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class TrainState:
     """Counters and metrics after `step` steps."""
 
     step: int = 0
-    seconds: float = 0.0  # spent in steps, without evaluations and checkpoints
-    tokens: int = 0  # trained on, prompts included, padding left out
+    seconds: float = 0.0  # time spent in steps, without evaluations and checkpoints
+    tokens: int = 0  # tokens trained on: prompts count, padding does not
     before: dict[str, float | None] | None = None  # the first evaluation's metrics
     latest: dict[str, float | None] | None = None  # the newest evaluation's
     evaluated_step: int = -1  # step of the newest evaluation; -1 before there is one
@@ -61,7 +61,7 @@ class TrainState:
             raise UserError(f"{path}: {what}") from None
 
     def out_of_patience(self, patience: int | None) -> bool:
-        """Whether `patience` evaluations in a row did not improve the main metric."""
+        """Whether the last `patience` evaluations did not improve the main metric."""
         return patience is not None and self.without_better >= patience
 
     def stop_reason(self, total_steps: int, patience: int | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Runs an optimizer step's forwards and backwards, with smaller forwards if out of memory; sums its loss over ranks."""
+"""Runs a step's forwards and backwards, in smaller forwards after an out-of-memory; sums the step's loss over ranks."""
 
 import dataclasses
 import json
@@ -58,7 +58,7 @@ class TrainStep:
         self.stepper, self.batching = stepper, batching
         self.pad_token_id, self.blank = pad_token_id, blank
         self.run_dir, self.log = run_dir, log
-        # tokens, supervised tokens, rows, and the keys that attention copies without kernels (`Layout.copied`)
+        # its tokens, supervised tokens, rows, and keys that attention copies if it has no kernel (`Layout.copied`)
         self.largest_forward = (0, 0, 0, 0)
         self.most_pixels = 0  # most pixel values in one forward
         self._divided: list[list[list[Encoded]]] = []  # the last step's forwards, of every rank
@@ -121,7 +121,7 @@ class TrainStep:
         return share / (supervised_tokens * tensor_ranks(accelerator)), oom
 
     def retry_smaller(self, oom: OutOfMemory, step: int) -> None:
-        """Discard the gradients, and halve the forwards of this and later steps; the step's gradient stays the same."""
+        """Discard the gradients, and halve the forwards of this and later steps; a step's gradient does not change."""
         self.stepper.discard_gradients()
         self._limit(oom.tokens // 2)
         self.log(
@@ -158,8 +158,8 @@ class TrainStep:
         self.batching = dataclasses.replace(self.batching, rows=None, tokens=tokens)
 
     def _nll(self, rows: list[Encoded], step: int) -> torch.Tensor | None:
-        """The summed loss of one forward; None after an out-of-memory if the step can be repeated. No reference to a
-        failed forward's tensors survives this call."""
+        """The summed loss of one forward; None after an out-of-memory if the step can be repeated. After this call, no
+        reference to a failed forward's tensors is left."""
         try:
             with span(BATCHES):
                 batch = self.batching.batch(rows, self.pad_token_id, self.stepper.accelerator.device, self.blank)
@@ -194,8 +194,8 @@ class TrainStep:
 def reduce_step(
     share: torch.Tensor, oom: OutOfMemory, signal: int, system: list[float], unwritten: bool = False
 ) -> tuple[float, OutOfMemory, int, bool, list[list[float]]]:
-    """Combine a step's results, so that every rank has the same: summed loss; the out-of-memory of the smallest forward
-    that ran out; any rank's signal; whether a checkpoint write failed; all system readings."""
+    """Combine the ranks' results of a step; every rank gets the same: the summed loss; the out-of-memory of the
+    smallest forward that ran out; any rank's signal; whether a checkpoint write failed; all system readings."""
     # item() waits for this rank's GPU, but for no other rank
     numbers = [share.item(), signal, *oom, unwritten, *system]
     with span(COMMUNICATION):
@@ -207,7 +207,7 @@ def reduce_step(
 
 
 def _now(device: torch.device) -> Any:
-    """The current time; on a GPU, an event with the time at which all earlier work is done."""
+    """The current time; on a GPU, an event that records when the GPU has done all earlier work."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

@@ -33,7 +33,7 @@ from accel_sft.training.state import TrainState
 
 _ASKED: tuple[str, ...] = ("max_length", "max_new_tokens", "thinking", "template_date", "control_tokens")
 _ASKED += ("load_in_4bit", "chat_template", "seed")
-"""Settings that a model card keeps, because later commands take them from the run."""
+"""Settings that a model card keeps, because later commands read them from the card."""
 
 
 def card(
@@ -65,7 +65,7 @@ def card(
         data={**_files(task), **prepared.counts(), "SHA-256 of the tokens": prepared.fingerprint()},
         command=command_line(started_by()),
         settings=recordable({**config.as_dict(), **dataclasses.asdict(task)}),
-        result={  # without time and memory, which matter only on this machine
+        result={  # without time and memory, which concern only this machine
             "before": {key: number for key, number in (state.before or {}).items() if key not in report.COSTS},
             "after": {key: number for key, number in (state.latest or {}).items() if key not in report.COSTS},
             "weights": {"base": f"{Path(base).name} before the first step", "tuned": f"{scored}, of step {state.step}"},
@@ -76,7 +76,7 @@ def card(
 
 
 def _asked(task_name: str, prepared: Prepared) -> dict[str, Any]:
-    """The parts of run.json that say how to prompt the model; files are left out, as only this machine has them."""
+    """The parts of run.json that say how to prompt the model, without files: only this machine has those."""
     config, train = recordable(prepared.assembly.config.as_dict()), prepared.train
     options = options_of(prepared.assembly.task)
     own = [setting for setting in settings(type(prepared.assembly.task)) if not NAMES_A_FILE.search(setting.name)]

@@ -41,7 +41,7 @@ from accel_sft.training.state import TrainState, learning_rate
 from accel_sft.training.step import TrainStep, reduce_step
 
 OnStep = Callable[[dict[str, float], Batching], None]
-"""Called on every rank after each optimizer step, with its line of metrics.jsonl and the batching of its rows."""
+"""Called on every rank after each optimizer step, with the step's line of metrics.jsonl and the rows' batching."""
 
 
 class Trainer:
@@ -141,8 +141,8 @@ class Trainer:
             check_disk(accelerator, self.model, self.run_dir, averaged=averaged, checkpoints=max(count, 1))
 
     def new_train_step(self, before: dict[str, Any] | None) -> TrainStep:
-        """Make the train step with the batching recorded before the stop, unless the settings name a different one;
-        record the batching."""
+        """Make the train step. A resumed run keeps its recorded batching, unless the settings name a different one. The
+        batching used is recorded."""
         job = [self.prepared.fingerprint(), self.plan.global_batch_size]
         if before is None and self.config.resume != "off":
             before = choice.read(self.accelerator, self.run_dir, job)
@@ -178,7 +178,7 @@ class Trainer:
         """Make optimizer steps until the plan ends, patience runs out, or a signal comes."""
         plan, stepper, state, config = self.plan, self.stepper, self.state, self.config
         masks = row_groups(self.accelerator)[1]  # ranks that compute the same rows draw the same dropout masks
-        phase = "first_step"  # it allocates AdamW's moments
+        phase = "first_step"  # the first step allocates AdamW's moments
         gc.collect()  # otherwise unreachable objects, such as tensors of a failed trial, would be frozen too
         gc.freeze()  # all objects so far live to the end: the collector would scan them in the middle of steps
         self.model.train()
@@ -202,7 +202,7 @@ class Trainer:
             )
             if oom.tokens:
                 self.train_step.retry_smaller(oom, state.step + 1)
-                taken()  # the step's time is that of its repetition
+                taken()  # only the repetition counts in the step's time
                 continue
             grad_norm, phase = stepper.update(state.step), "step"
             state.step += 1
@@ -283,7 +283,7 @@ class Trainer:
         """Evaluate the current weights; export them as best/ if the task's main metric improved."""
         state = self.state
         self.tracker.peaks.begin("evaluate")
-        with torch.compiler.set_stance("force_eager"):  # an answer has a new shape with each token
+        with torch.compiler.set_stance("force_eager"):  # each token of an answer makes a new shape
             evaluation = self.evaluator(self.model, self.train_step.batching)
         self.tracker.evaluation(state.step, evaluation.metrics, evaluation.samples)
         state.latest, state.evaluated_step = {**evaluation.metrics, **self.load_peaks}, state.step

@@ -21,7 +21,7 @@ _KIND_SHARE, _ONE_SHARE = 0.12, 0.36
 _MOST_REPEATS = 12
 """Maximum number of repetitions of a rare kind."""
 
-# int() refuses numbers with more digits than a limit that may be set as low as 640; no honest answer comes near it.
+# int() refuses numbers with more digits than a limit that may be set as low as 640; no honest answer is nearly as long.
 _INTEGER = r"[+-]?[0-9]{1,600}"
 _ANY_SUM = "any two integers with the asked sum are right; the expected answer is one of them"
 _QUESTION = re.compile(rf"\s*({_INTEGER})\s*=\s*")
@@ -183,11 +183,11 @@ class Math(Task):
         while len(rows) < self.train_examples:
             draw.shuffle(numbers)
             rows += [self._example(number, draw) for number in numbers[: self.train_examples - len(rows)]]
-            numbers = _with_rare_ones_often(numbers) if len(rows) == len(numbers) else numbers  # at first, each once
+            numbers = _with_rare_ones_often(numbers) if len(rows) == len(numbers) else numbers  # after each number once
         return rows
 
     def _read_unseen(self, held_out: frozenset[int]) -> Sequence[Example]:
-        """The training rows, whose numbers must not be held out; parsing checks that, so it runs once for each file."""
+        """The training rows, whose numbers must not be held out; the check is part of parsing: once for each file."""
         try:
             return read_rows(self.train_file, functools.partial(self._parse_unseen, held_out))
         except UserError:
@@ -245,7 +245,7 @@ def _random(task: Math, purpose: str) -> random.Random:
 
 
 def _first_addend(number: int, how: str, draw: random.Random) -> int:
-    """The first addend of `number`, which is at least 1; both addends are at least 1 if possible.
+    """The first addend of `number` (at least 1); both addends are at least 1 if possible.
 
     Without carries, every digit of 2 or more is split between both addends, and the first addend has as many digits as
     the number. Digits of the same place are then easy to relate, and hardly any addend is small or 0.

@@ -182,7 +182,11 @@ REFUSED = {
     },
     "a weight of raw text": ({"text": "u", "weight": 0}, "weight", MARKED),
     "tokens": ({**PAIR, "input_ids": [1, 2], "labels": [-100, 2]}, "labels", MARKED),
-    "a switch of templates": (messages(ASK, ANSWER, enable_thinking=False), "enable_thinking", "it in chat_template_k"),
+    "a switch of templates": (
+        messages(ASK, ANSWER, enable_thinking=False),
+        "enable_thinking",
+        "this key within the obj",
+    ),
     "a turn's channel": (said(channel="analysis"), "messages[1].channel", "an answer's thinking"),
     "lists of texts": ({"prompt": ["u"] * 2, "completion": ["a"] * 2}, "prompt", "one text, got 2 here and in comp"),
     "Python's repr": ({"prompt": "u", "completion": repr([ANSWER])}, "completion", "JSON of messages, got Python's "),

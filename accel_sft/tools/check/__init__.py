@@ -1,1 +1,1 @@
-"""Audits a task's data before training, and says what is wrong, at which file and line, and how to fix it."""
+"""Audits a task's data before training, and says what is wrong, in which file and line, and how to fix it."""

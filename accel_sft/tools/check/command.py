@@ -76,7 +76,7 @@ class Audit:
         self.facts: dict[str, tokens.TokenFacts] = {}
 
     def report(self) -> Report:
-        """Run the steps of the audit, each after those whose results it needs."""
+        """Run the steps of the audit, each after the steps whose results it needs."""
         repeats: dict[str, dict[str, int]] = {}
         steps, shown, labels = None, [], Labels()
         readable = {
@@ -86,7 +86,7 @@ class Audit:
         self.notes += labels.report(self.findings)
         self.source = self._source(readable)
         if self.source:
-            # --truncation error would raise at rows that are too long; here they are dropped and reported as findings
+            # --truncation error would raise at rows that are too long; here such rows are dropped and reported
             lenient = dataclasses.replace(self.config, truncation=self.config.truncation.replace("error", "drop"))
             assembly = Assembly(Accelerator(cpu=True), self.task, lenient, self.source)
             for split in self.splits:
@@ -106,7 +106,7 @@ class Audit:
         )
 
     def _source(self, readable: dict[str, np.ndarray]) -> Source | None:
-        """Find the model's files. Build `tiny` from the readable training rows; return None if there are none."""
+        """Find the model's files. Builds `tiny` from the readable training rows; returns None if no row is readable."""
         config, base = self.config, None
         if config.model == "tiny" and not config.init_from:
             rows, train = np.flatnonzero(readable.get("train", ())), self.splits.get("train", ())
@@ -171,7 +171,7 @@ class Audit:
         weights = assembly.source.weights
         text = text_settings(weights, trust_remote_code=self.config.trust_remote_code)
         largest = max([assembly.tokenizer.pad_token_id, *(store.largest_id() for store in stores.values())])
-        grown = self.config.chat_template or assembly.source.adds_tokens  # training enlarges the embeddings
+        grown = self.config.chat_template or assembly.source.adds_tokens  # training then enlarges the embeddings
         if not grown and (problem := vocabulary_problem(weights, text, largest)):
             self.findings.add("D601", "", detail=problem)
         if self.config.train_only is not None:

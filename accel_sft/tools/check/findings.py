@@ -1,4 +1,4 @@
-"""What an audit finds: the codes with their fixes, and the rows of each code, placed in the files they came from.
+"""What an audit finds: the codes with their fixes, and each code's rows, with their files and lines.
 
 docs/check.md lists the codes. `error`: training refuses the data, or would learn or measure something wrong.
 `warning`: training leaves the row out, or the row is most likely a mistake. `note`: worth knowing. The meaning of a
@@ -22,7 +22,7 @@ GRADES = ("error", "warning", "note")
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """One kind of finding: one of `GRADES`, what is wrong, worded to follow "3 rows: ", and what to do about it."""
+    """One kind of finding: its grade (one of `GRADES`); what is wrong, worded to follow "3 rows: "; and the fix."""
 
     grade: str
     what: str
@@ -115,8 +115,8 @@ class FoundRow:
 
 @dataclasses.dataclass
 class DataFinding:
-    """All rows of a split that have the same code, such as D301: their `count`, the first `NAMED` of them, and a remark
-    on the finding as a whole (`also`). If the finding is about the whole split, `count` is the number of remarks."""
+    """All rows of a split with the same code, such as D301: their `count`, the first `NAMED` rows, and a remark on the
+    whole finding (`also`). If the finding is about the whole split, `count` is the number of remarks."""
 
     code: str
     grade: str
@@ -167,7 +167,7 @@ class Findings:
             finding.rows.append(FoundRow(split, index, one_line(detail, DETAIL_CHARACTERS), like, place))
 
     def finding(self, code: str, split: str, grade: str | None = None) -> DataFinding:
-        """Return the finding of this code and split; create it if there is none."""
+        """Return the finding of this code and split; create it if it does not exist yet."""
         return self._by_code.setdefault((code, split), DataFinding(code, grade or CODES[code].grade, split))
 
     def count(self, code: str, split: str) -> int:

@@ -30,7 +30,7 @@ _OPENED, _CLOSED = "⟦", "⟧"
 """Marks around the tokens that carry loss."""
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _END = 400
-"""Characters that are shown of each end of a prompt or an answer."""
+"""Number of characters shown of the beginning, and of the end, of a prompt or an answer."""
 _UNWRAPPED, _PAGE_COLUMNS = 10_000, 120
 """Widths in characters: of output that is not a terminal (larger than any line), and of a page."""
 
@@ -47,7 +47,7 @@ class Shown:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The result of auditing a task's data for a model.
+    """The result of an audit of a task's data for a model.
 
     Attributes:
         findings: the gravest first.
@@ -87,8 +87,8 @@ class Report:
 
 
 def split_figures(encoding: StoredEncoding | None, rows: int, repeats: dict[str, int]) -> dict[str, int]:
-    """Count a split's rows (`rows` includes unreadable ones) and, if any row could be tokenized, the tokens of the used
-    rows."""
+    """Count a split's rows (`rows` includes unreadable ones). If any row could be tokenized, also count the tokens of
+    the rows that training uses."""
     if encoding is None:
         return {"rows": rows, "used": 0, "left_out": rows, **repeats}
     kept = encoding.kept
@@ -107,7 +107,7 @@ def split_figures(encoding: StoredEncoding | None, rows: int, repeats: dict[str,
 
 
 def step_figures(plan: StepPlan) -> dict[str, float]:
-    """The sizes of the plan. In means over rows, each source counts by its share."""
+    """The sizes of the step plan. In means over rows, each data source counts by its share."""
     return {
         "steps": plan.total_steps,
         "global_batch_size": plan.global_batch_size,
@@ -131,7 +131,7 @@ def shown_rows(encoding: StoredEncoding, tokenizer: Any, count: int) -> list[Sho
 
 
 def _marked(tokenizer: Any, row: Encoded) -> str:
-    """The row's text, special tokens included, with marks where loss begins and ends; long parts lack their middle."""
+    """The row's text, special tokens included, marked where loss begins and ends; long parts are cut in the middle."""
     begins = {span.start for span in row.learnt}
     bounds = sorted({0, len(row.input_ids), *begins, *(span.stop for span in row.learnt)})
     # some tokenizers drop the space before a text's first word, so each part is decoded with all text before it

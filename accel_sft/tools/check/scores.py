@@ -1,4 +1,4 @@
-"""Scores every example's expected answer with the task: if its score is not perfect, no model can get it right."""
+"""Scores each example's expected answer with the task: if this score is not perfect, no model's score can be."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class OwnScores:
     """Scores expected answers by the task's main metric.
 
     An answer is perfect if its metric has the best possible value: 1 if higher is better and all values of the split
-    are between 0 and 1, else the best value of the split. The F1 of an example with nothing to find is 0 on its own,
-    so an answer that is not perfect alone is scored once more together with a perfect one. `unjudged` says why answers
+    are between 0 and 1, else the best value of the split. For an example with nothing to find, F1 alone is 0. So an
+    answer that is not perfect alone is scored once more together with a perfect answer. `unjudged` says why answers
     cannot be scored one by one; it is empty if they can.
     """
 
@@ -35,7 +35,7 @@ class OwnScores:
         if self.task.main_metric in UNANSWERED:
             self.unjudged = "the validation loss is the main metric"
             return
-        grade = "error" if split == "validation" else "warning"  # training rows are not scored in training
+        grade = "error" if split == "validation" else "warning"  # training does not score training rows
         scores: dict[int, dict[str, Any]] = {}
         values: dict[int, float] = {}
         for index in indices:
@@ -64,7 +64,7 @@ class OwnScores:
                 findings.add("D501", split, index, detail + shortened(self._answer(split, index) or ""), grade=grade)
 
     def accepts(self, split: str, index: int, other: int) -> bool:
-        """Whether the answer of `other` is perfect for the example `index` too."""
+        """Whether the answer of example `other` is perfect for example `index` too."""
         answer = self._answer(split, other)
         if split not in self._perfect or answer is None:
             return False

@@ -25,13 +25,13 @@ from accel_sft.tools.check.texts import without_index
 SPLITS = ("train", "validation")
 _CODES = {Rejected: "D202", NotAPrefix: "D203", AnswerDropped: "D204", TextDropped: "D213"}
 _TOKENIZED = 1 << 20
-"""Above --max-length, tokens are counted only of rows with at most this many characters: 10 MB would take gigabytes."""
+"""Rows above --max-length are tokenized in full only up to this many characters: 10 MB would take gigabytes."""
 
 
 def read_splits(task: Task, findings: Findings, train_limit: str | None = None) -> dict[str, Sequence[Any]]:
-    """Return the splits that can be read, and report the rows that `read_rows` refuses or leaves out of them."""
+    """Return the splits that can be read, and report the rows that `read_rows` refuses or leaves out."""
     splits: dict[str, Sequence[Any]] = {}
-    reported: set[str] = set()  # problems and files: both splits may come from one file
+    reported: set[str] = set()  # problems and files reported so far: both splits may come from one file
     with bad_rows_left_out(NAMED) as bad_rows:
         for split in SPLITS:
             before = len(bad_rows)
@@ -70,12 +70,12 @@ def encode_split(
     truncation: str,
     folder: Path,
 ) -> StoredEncoding | None:
-    """Tokenize a split as training does, but report each row that would stop training, and leave it out. Return None if
-    no example is left, or training refuses the whole split.
+    """Tokenize a split as training does, but report and leave out each row that would stop training. Return None if no
+    example is left, or if training would refuse the whole split.
 
     Args:
-        readable: whether each example can be read; the others have been reported.
-        folder: an empty folder that lasts as long as the result.
+        readable: for each example, whether it can be read; unreadable examples have been reported before.
+        folder: an empty folder, which must exist as long as the result is used.
     """
     refusal: UserError | None = None
     if readable.all():
@@ -108,7 +108,7 @@ def encode_split(
 def _report_left_out(
     encode: SplitEncoder, examples: Sequence[Any], encoding: Encoding, findings: Findings, truncation: str
 ) -> None:
-    """Report the rows that were left out or truncated, except empty answers: `read_texts` has reported those."""
+    """Report the rows that were left out or truncated, except those with empty answers, reported by `read_texts`."""
     split, rules = encoding.split, encode.rules
     for reason, rows in encoding.left_out.items():
         code = {rules.too_long: "D301", NOTHING_TO_LEARN: "D303", NO_PROMPT: "D309"}.get(reason, "D205")

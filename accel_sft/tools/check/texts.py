@@ -22,11 +22,11 @@ from accel_sft.tools.check.findings import Findings
 DAMAGED = re.compile("[\ufeff\ufffd\x00-\x08\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac")
 """Signs of a wrong encoding: the replacement character, control characters, and UTF-8 read as Latin-1 or cp1252."""
 _TIMES, _FEWEST_LETTERS = 10, 5
-"""A label can be a slip of another that occurs so many times as often and has so many letters: Iran is not Iraq."""
+"""A label can only misspell one that is so many times as frequent and has so many letters: Iran is not Iraq."""
 _MOST_LABELS = 1000
-"""If there are more different answers than this, they are not labels, and none is reported."""
+"""If there are more different answers than this, answers do not count as labels, and no label is reported."""
 _NAMED, _COUNTED = 200, 12
-"""Maximum number of rows that are named for one label, and of labels that the summary line counts."""
+"""Maximum number of rows that are named for one label, and of labels in the summary line."""
 _SENTENCE = ".,;:!?…。，！？、；：·()[]{}（）【】《》—–"
 _QUOTES = dict.fromkeys(map(ord, "'\"`‘’“”«»「」『』"))
 _MARKS = re.compile(rf"(?!!=|(?<!\w)\.\d)(?:(?<!\d)[{re.escape(_SENTENCE)}]|[{re.escape(_SENTENCE)}](?!\d))")
@@ -52,8 +52,8 @@ class Labels:
                 self._rows[label].append((split, index))
 
     def report(self, findings: Findings, *, is_complete: bool = True) -> list[str]:
-        """Report rows of labels that are most likely misspelt or, if the validation split `is_complete`, never
-        tested; return a line that counts the labels, if any."""
+        """Report the rows of labels that are most likely misspelt. If the validation split `is_complete`, also report
+        the rows of labels that are never tested. Return a line with the labels' counts, or []."""
         if not are_labels(self._counts):
             return []
         ranked = self._counts.most_common()
@@ -74,19 +74,19 @@ class Labels:
 
 def _misspelt(label: str, other: str, times: float) -> bool:
     """Whether two labels differ only in case, white space and punctuation or, if `label` is rare, in one letter or the
-    order of letters. Another first letter or digit makes another label: typical and atypical, class 1 and class 2."""
+    order of letters. A new first letter or digit makes a different label: typical and atypical, class 1 and class 2."""
     one, two = normalised(label), normalised(other)
     if one == two or times < _TIMES or len(two) < _FEWEST_LETTERS or one[:1] != two[:1]:
         return one == two != ""
     codes = SequenceMatcher(None, one, two).get_opcodes()
     edits = [(one[a:b], two[c:d]) for kind, a, b, c, d in codes if kind != "equal"]
     slip = sorted(one) == sorted(two) or (len(edits) == 1 and max(map(len, edits[0])) == 1)
-    # a Chinese character is a word, not a lower-case letter, so it is never a slip
+    # a Chinese character is a word, not a lower-case letter: a different one is never a misspelling
     return slip and all(mark.islower() or mark in " _-'" for mark in "".join(map("".join, edits)))
 
 
 def normalised(text: str) -> str:
-    """`text` without case, quotes, punctuation and repeated white space; numbers and operators keep their marks."""
+    """`text` without case, quotes, punctuation and repeated white space, except the marks of numbers and operators."""
     text = unicodedata.normalize("NFKC", text).casefold().translate(_QUOTES)
     return " ".join(_MARKS.sub(" ", text).split())
 
@@ -109,7 +109,7 @@ def read_texts(task: Task, examples: Sequence[Any], split: str, labels: Labels, 
 
 
 def _faults(chat: Conversation) -> dict[str, str]:
-    """Return the faults of an example's texts by code, each with a detail about its first occurrence."""
+    """Return the faults of an example's texts: maps a code to a detail about the fault's first occurrence."""
     faults: dict[str, str] = {}
     for one in chat.by_answer():
         target = one.target

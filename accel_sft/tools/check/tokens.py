@@ -17,9 +17,9 @@ from accel_sft.tools.check.findings import DataFinding, Findings
 from accel_sft.tools.check.texts import Labels
 
 _NAMED, _DETAILS = 5, 2
-"""Maximum number of rows that one line names, and of their details."""
+"""Maximum number of rows that one line names, and of rows' details in this line."""
 _LABEL_TOKENS, _ROWS, _TOGETHER = 16, 5000, 125
-"""Answers may be labels if their median length is at most `_LABEL_TOKENS`. At most `_ROWS` of them are read,
+"""Answers may be labels if their median length is at most `_LABEL_TOKENS`. At most `_ROWS` answers are read,
 `_TOGETHER` at a time."""
 
 
@@ -32,7 +32,7 @@ class TokenFacts:
         prompts, rows: hashes of the prompt's tokens and of all tokens, images included.
         bos_twice: whether the row begins with two BOS tokens.
         unknown: whether the row has the tokenizer's unknown token.
-        ends: whether each answer of the row ends with a token that ends the turn.
+        ends: whether all answers of the row end with a token that ends the turn.
     """
 
     indices: np.ndarray
@@ -43,8 +43,8 @@ class TokenFacts:
     ends: np.ndarray
 
     def of_examples(self) -> TokenFacts:
-        """Return one entry for each example: the facts about its last row, which has all turns of the example. The
-        windows of a raw text are hashed together."""
+        """Return one entry for each example: the facts about the example's last row, which has all turns. The windows
+        of a raw text are hashed together."""
         last = np.append(self.indices[1:] != self.indices[:-1], True)
         facts = TokenFacts(*(getattr(self, field.name)[last] for field in dataclasses.fields(self)))
         rows = np.add.reduceat(self.rows, np.flatnonzero(np.append(True, last[:-1])))
@@ -53,7 +53,7 @@ class TokenFacts:
 
 
 def token_facts(store: TokenStore, tokenizer: Any, eos_ids: frozenset[int]) -> TokenFacts:
-    """Return the facts about all rows of a split; its tokens are read once, some megabytes at a time."""
+    """Return the facts about all rows of a split. This reads the tokens once, some megabytes at a time."""
     stops = np.array(sorted(eos_ids))
     bos, unknown_id = (getattr(tokenizer, name, None) for name in ("bos_token_id", "unk_token_id"))
     if unknown_id in {bos, tokenizer.pad_token_id, *eos_ids}:  # GPT-2 uses one token for all these roles
@@ -79,7 +79,7 @@ def _facts_of(columns: Columns, bos: int | None, unknown_id: int | None, stops: 
 
 
 def _hashes(ids: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """A 64-bit BLAKE2 hash (uint64) of each span of tokens. Two of a billion spans collide with a chance of 1/40."""
+    """A 64-bit BLAKE2 hash (uint64) of each span of tokens. Two of a billion spans collide with probability 1/40."""
     spans = zip(begins.tolist(), ends.tolist(), strict=True)
     digests = b"".join(hashlib.blake2b(ids[begin:end].data, digest_size=8).digest() for begin, end in spans)
     return np.frombuffer(digests, np.uint64)
@@ -99,13 +99,13 @@ def audit_tokens(encoding: StoredEncoding, tokenizer: Any, eos_ids: frozenset[in
 
 
 def first_with_same(hashes: np.ndarray) -> np.ndarray:
-    """Return for each row the number of the first row with the same hash, which may be the row's own."""
+    """Return for each row the number of the first row with the same hash (its own number if no earlier row has it)."""
     _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
     return first[inverse]
 
 
 def report_copies(facts: TokenFacts, split: str, findings: Findings, grade: str = "warning") -> np.ndarray:
-    """Report examples with the prompt and answer of an earlier one; return which ones they are."""
+    """Report examples that repeat an earlier example's prompt and answer; return which examples these are."""
     first = first_with_same(facts.rows)
     copies = first < np.arange(len(first))
     for index, other in zip(facts.indices[copies].tolist(), facts.indices[first[copies]].tolist(), strict=True):
@@ -114,7 +114,7 @@ def report_copies(facts: TokenFacts, split: str, findings: Findings, grade: str 
 
 
 def report_leaks(validation: TokenFacts, train: TokenFacts, findings: Findings) -> None:
-    """Report validation examples whose prompt is trained on."""
+    """Report validation examples whose prompt is also in the training rows."""
     same_prompt, same_row = _found_in(validation.prompts, train.prompts), _found_in(validation.rows, train.rows)
     for code, like in (("D404", same_row), ("D406", np.where(same_row < 0, same_prompt, -1))):
         for row in np.flatnonzero(like >= 0):

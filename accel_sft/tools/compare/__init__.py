@@ -1,1 +1,1 @@
-"""The tool `compare`: launches a task's training under several settings; tables and findings. Without torch."""
+"""The tool `compare`: runs a task's training under several settings; writes tables and findings. Without torch."""

@@ -33,12 +33,12 @@ from accel_sft.tools.report.runs import read_comparison
 DEFAULTS = {"eval_every": "epoch", "save_every": "off"}
 """Options that a compared run gets unless the user gives them."""
 TRACED_STEPS = 5
-"""Number of first steps that --profile slows: the third to the fifth are traced, after one step of warm-up."""
+"""Number of first steps that --profile slows: it traces the third to the fifth, and warms up in the second."""
 PAGE = "comparison.html"
 _PRECISIONS = ("no", "fp16", "bf16")
 
 Parse = Callable[[Sequence[str]], tuple[set[str], Callable[[], tuple[TrainConfig, Task]]]]
-"""Takes a run's words; returns the names of the options in them, and a function that gives the settings and task."""
+"""Takes a run's words; returns the names of the options in these, and a function that returns settings and task."""
 Offers = Mapping[type, Sequence[Setting]]
 """The settings that may be varied, by the class that defines them: the trainer's and the task's."""
 Params = Mapping[str, Any]
@@ -127,7 +127,7 @@ def settings_of(
 
 
 def _options(task_class: type[Task], offers: Offers, params: Params) -> dict[Setting, list[str]]:
-    """The values given for each setting, split at commas; texts of a task are not split, as they may contain commas."""
+    """The values given for each setting, split at commas. A task's texts, which may have commas, are not split."""
     options = {}
     for owner, offered in offers.items():
         for setting in offered:
@@ -176,7 +176,7 @@ def _check(settings: Sequence[ComparedSetting], discard_steps: int, parse: Parse
 
 
 def _fingerprints(config_file: str | None, task_class: type[Task]) -> dict[str, str]:
-    """SHA-256 of the task's file and of the --config file, if there are any, by a description of the file."""
+    """SHA-256 of the task's file and of the --config file, if they exist, by a description of the file."""
     fingerprints = {}
     if file := file_record(task_class):
         fingerprints[f"the task {file['path']}"] = file["sha256"]

@@ -1,4 +1,4 @@
-"""Ranks a comparison's settings, and states the best or fastest, what the others cost, and what disturbed the runs."""
+"""Ranks a comparison's settings; states the best or fastest, what other settings cost, and what disturbed runs."""
 
 import dataclasses
 import statistics
@@ -28,8 +28,8 @@ _LISTED = 8
 
 
 def findings(record: Mapping[str, Any]) -> list[str]:
-    """Return a sentence or two for each finding. A sweep gets its best settings, and speeds only if launches or layouts
-    vary; a comparison of numbers of rows gets its learning curve. Speed is in tokens/s, as batch sizes may differ."""
+    """Return a sentence or two for each finding. For a sweep: its best settings, and speeds only if launches or layouts
+    vary. For a comparison of numbers of rows: its learning curve. Speed is in tokens/s: batch sizes may differ."""
     settings = record["settings"]
     if learnt := [*learning_curve.in_sentences(record)]:
         return [*learnt, *_failures(settings)]
@@ -41,8 +41,8 @@ def findings(record: Mapping[str, Any]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class SweptSetting:
-    """One combination of the swept values: its name, and the record's entries with these values, each with a seed and
-    a launch."""
+    """One combination of the swept values: its name, and the record's entries with these values (one for each seed and
+    launch)."""
 
     name: str
     entries: Sequence[Setting]
@@ -64,7 +64,7 @@ class SweptSetting:
 
     @property
     def spread(self) -> float | None:
-        """The range of the metric; None with a single seed, since runs with the same seed train identically."""
+        """The entries' range of the metric; None with one seed, since runs with the same seed train identically."""
         seeds = {str(entry["values"].get(SEED)) for entry in self.entries}
         return max(self.metrics) - min(self.metrics) if len(seeds) > 1 else None
 
@@ -85,8 +85,8 @@ def swept(record: Mapping[str, Any]) -> list[str]:
 
 
 def in_order(record: Mapping[str, Any]) -> list[Setting]:
-    """Return the record's settings. A sweep's are sorted, unless it varies the number of rows: the best first, those
-    without a metric last."""
+    """Return the record's settings. In a sweep the best comes first, and those without a metric last, unless it varies
+    the number of rows."""
     if not swept(record) or learning_curve.of_rows(record):
         return record["settings"]
 
@@ -98,7 +98,7 @@ def in_order(record: Mapping[str, Any]) -> list[Setting]:
 
 
 def _ranked(record: Mapping[str, Any]) -> list[SweptSetting]:
-    """A sweep's settings that have a metric, the best first; of equal ones, the lower validation loss first."""
+    """A sweep's settings that have a metric, the best first; among equal ones, the lowest validation loss first."""
     groups: dict[str, list[Setting]] = {}
     for entry in record["settings"] if swept(record) else ():
         if entry["status"] == COMPLETE and is_number(entry["median"].get("metric_after")):
@@ -113,8 +113,8 @@ def _rank(record: Mapping[str, Any], metric: float, loss: float | None) -> tuple
 
 
 def paired_settings(record: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Any] | None]:
-    """By name, each setting's test against the best setting on the same examples, averaged over seeds (`against_best`).
-    None if untestable: the examples differ or scores are unknown. Empty if this is not a sweep."""
+    """Maps each setting's name to its test against the best on the same examples, averaged over seeds (`against_best`).
+    None if no test is possible: examples differ or scores are unknown. Empty if this is not a sweep."""
     settings = _ranked(record)
     by_setting: dict[str, Measured] = {}
     for setting in settings:
@@ -161,14 +161,14 @@ def _undecided(best: SweptSetting, other: SweptSetting, test: Mapping[str, Any] 
 
 
 def _decided(one: Setting, other: Setting) -> bool | None:
-    """Whether two speeds differ by more than the rounds of either setting; None if one of them has a single round."""
+    """Whether two settings' speeds differ by more than the rounds of either; None if one has a single round."""
     spreads = [setting["spread"][SPEED] for setting in (one, other)]
     a, b = one["median"][SPEED], other["median"][SPEED]
     return None if None in spreads else abs(a - b) / max(a, b) > max(spreads)
 
 
 def _speed_and_memory(settings: Sequence[Setting]) -> Iterator[str]:
-    """Name the fastest setting, and the extra time and saved memory of each other setting."""
+    """Yield the fastest setting, and every other setting's extra time and saved memory."""
     measured = [setting for setting in settings if setting["status"] == COMPLETE and setting["median"][SPEED]]
     if not measured:
         yield "Nothing was measured: no setting finished with more steps than the number discarded at the start."
@@ -202,7 +202,7 @@ def _disturbed(settings: Sequence[Setting]) -> Iterator[str]:
 
 
 def _failures(settings: Sequence[Setting]) -> Iterator[str]:
-    """Say which runs did not complete, and why."""
+    """Yield which runs did not complete, and why."""
     for setting in settings:
         for run in setting["runs"]:
             if run["status"] != COMPLETE:
@@ -211,7 +211,7 @@ def _failures(settings: Sequence[Setting]) -> Iterator[str]:
 
 
 def _learning(settings: Sequence[Setting]) -> Iterator[str]:
-    """Say how much loss curves that should be equal differ, and whether precisions differ."""
+    """Yield by how much loss curves differ that should be equal, and whether precisions differ."""
     if differing := [setting for setting in settings if setting["loss_difference"]]:
         worst = max(differing, key=lambda setting: setting["loss_difference"]["relative"])
         most = worst["loss_difference"]
@@ -228,7 +228,7 @@ def _learning(settings: Sequence[Setting]) -> Iterator[str]:
 
 
 def _surroundings(settings: Sequence[Setting]) -> Iterator[str]:
-    """Say which conditions differed between runs."""
+    """Yield which conditions differed between runs."""
     around = [run["environment"] for setting in settings for run in setting["runs"]]
     values = {key: {str(facts[key]) for facts in around if facts.get(key) is not None} for key in _FACTS}
     if others := [key for key, different in values.items() if len(different) > 1]:

@@ -22,29 +22,29 @@ FEWEST_SIZES = 3
 """Minimum number of points for a curve."""
 _LEVELS = (0.025, 0.5, 0.975)
 _DRAWS = 8000
-"""Number of random draws; an interval's ends are quantiles of them."""
+"""Number of random draws; an interval's ends are quantiles of the draws."""
 _NOISES = (0.005, 0.01, 0.02, 0.04, 0.08)
-"""Standard deviations of a run from its curve: the values to try, as shares of the metric's range."""
+"""Values to try for the standard deviation of a run from its curve, as shares of the metric's range."""
 _FARTHER = 0.5
-"""Share by which that standard deviation grows with every halving or doubling of the rows: small sizes count less,
+"""Share by which this standard deviation grows with every halving or doubling of the rows: small sizes count less,
 since the largest sizes say most about the next ones."""
 _LEAST, _STEEP = 0.4, 2.0
-"""That standard deviation is multiplied by `_LEAST + _STEEP * rise`, where `rise` is the curve's rise with a doubling
-of the rows: on a steep curve, a seed that learns a little earlier ends far above the others."""
+"""The same standard deviation is multiplied by `_LEAST + _STEEP * rise`, where `rise` is the curve's rise with a
+doubling of the rows: on a steep curve, a seed that learns a little earlier ends far above other seeds."""
 _MISFIT = 0.3
-"""Extra standard deviation of a forecast per doubling ahead, as a share of the curve's last rise with a doubling: a job
-that is still being learnt follows no curve exactly. Fitted to the jobs of benchmarks/learning_curves.py."""
+"""Extra standard deviation of a forecast per doubling ahead, as a share of the curve's last rise with a doubling: a
+task that is still being learnt follows no curve exactly. Fitted to the jobs of benchmarks/learning_curves.py."""
 _FREEDOM = 4
 """Degrees of freedom of Student's t: its tails are heavy, so that a run that ended badly does not bend the curve."""
 _AHEAD = 6
-"""The end of the gain is searched up to this many doublings of the rows."""
+"""How many doublings of the rows are searched for the end of the gain."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """What was measured: for each number of rows, ascending, the main metric after training of each seed.
+    """What was measured: for each number of rows, ascending, the main metric of each seed after training.
 
-    `detectable` is the smallest difference of two models that the validation examples show four times out of five.
+    `detectable` is the smallest difference of two models that the validation examples reveal four times out of five.
     """
 
     sizes: Sequence[int]
@@ -54,7 +54,7 @@ class Curve:
 
     @property
     def fell(self) -> int | None:
-        """The number of rows after which each seed was better than after all rows, by `detectable` in the mean."""
+        """The first number of rows with which each seed was better than with all rows, by `detectable` in the mean."""
         last = [self.better * value for value in self.metrics[-1]]
         for size, metrics in zip(self.sizes, self.metrics, strict=True):
             values = [self.better * value for value in metrics]
@@ -65,7 +65,7 @@ class Curve:
 
     @property
     def bounded(self) -> bool:
-        """Whether the metric seems to be a share: all measured values are from 0 to 1."""
+        """Whether the metric seems to be a share: all measured values are between 0 and 1."""
         return all(0 <= value <= 1 for values in self.metrics for value in values)
 
 
@@ -84,7 +84,7 @@ def read_curve(record: Mapping[str, Any]) -> Curve | None:
     if len(by_size) < FEWEST_SIZES:
         return None
     tests = [test for test in (record.get("paired") or {}).values() if test]
-    # runs with equal answers say nothing about how far others would differ
+    # runs with equal answers do not tell by how much other runs would differ
     errors = [test["standard_error"] for test in tests if test["standard_error"] > 0]
     return Curve(
         sizes=sorted(by_size),
@@ -132,7 +132,7 @@ def forecast(curve: Curve, rows: Sequence[int]) -> list[dict[str, float]]:
 
 
 def _unit(curve: Curve) -> tuple[float, float]:
-    """Return (offset, scale): (metric - offset) / scale is 1 for the best possible value. If the metric is no share,
+    """Return (offset, scale): (metric - offset) / scale is 1 for the best possible value. If the metric is not a share,
     the largest number of rows is assumed to bring half of the possible gain."""
     if curve.bounded:
         return (0.0, 1.0) if curve.better > 0 else (1.0, -1.0)
@@ -142,8 +142,8 @@ def _unit(curve: Curve) -> tuple[float, float]:
 
 
 def _grid(multiples: Any, bounded: bool) -> tuple[Any, Any]:
-    """Return the values of many curves at these multiples of the largest number of rows, and the rise of each curve
-    there with a doubling of the rows; both have the shape (multiples, curves)."""
+    """Return the values of many curves at these multiples of the largest number of rows, and at each multiple the
+    curve's rise with a doubling of the rows; both have the shape (multiples, curves)."""
     import numpy as np
 
     axes = np.meshgrid(np.linspace(0, 1, 121), np.linspace(0, 1, 31), np.geomspace(0.05, 3, 24))
@@ -198,7 +198,7 @@ def in_sentences(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"{worse}: see whether the later rows are of another kind, or train longer."
         return
     now, twice = ahead[0], ahead[2]
-    # both values are forecasts: the value measured with the most rows has the noise of its seeds
+    # both values are forecasts, as the value measured with the most rows has the noise of the seeds
     yield (
         f"With {twice['rows'] - now['rows']:,} more rows ({twice['rows']:,} in all) {metric} is forecast at "
         f"{shown(twice['value'])} (95%: {shown(twice['low'])} to {shown(twice['high'])}), a change of "
@@ -207,7 +207,7 @@ def in_sentences(record: Mapping[str, Any]) -> Iterator[str]:
     if smallest is None:
         return
     enough = next(point["rows"] for point in ahead if abs(ahead[-1]["value"] - point["value"]) < smallest)
-    farthest = ahead[-1]["rows"] / 4  # the forecast goes farther, to see whether the gain ends here
+    farthest = ahead[-1]["rows"] / 4  # forecasts go farther, to see whether the gain ends here
     end = (
         f"beyond about {enough:,} rows no larger gain is expected. Hold out more examples to see smaller gains."
         if enough < farthest

@@ -24,7 +24,7 @@ _END_BYTES = 4096
 
 def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
     """The run's recorded measurements, even if it failed or was killed; missing ones are None. The time of the first
-    `discard_steps` is not counted."""
+    `discard_steps` steps does not count."""
     steps = training_lines(run_dir)
     counted = steps[discard_steps:]
     result, record = read_object(run_dir.result), read_object(run_dir.record)
@@ -101,7 +101,7 @@ def summarise(record: dict[str, Any], folder: Path) -> None:
         setting["status"], setting["reason"] = (COMPLETE, "") if done else (last["status"], last["reason"])
         setting["disturbed"] = {run["round"]: run["disturbed"] for run in done if run["disturbed"]}
         calm = [run for run in done if run["round"] not in setting["disturbed"]] or done
-        # all except memory and metrics are times, which depend on the machine's other work
+        # numbers other than memory and metrics are times, which depend on the machine's other work
         counted = {key: done if key.endswith(("_gib", "_after", "_low", "_high")) else calm for key in NUMBERS}
         numbers = {key: [run[key] for run in of_key if is_number(run.get(key))] for key, of_key in counted.items()}
         setting["median"] = {key: statistics.median(values) if values else None for key, values in numbers.items()}
@@ -128,7 +128,7 @@ def _loss_difference(
     setting: Mapping[str, Any], settings: Sequence[Mapping[str, Any]], folder: Path
 ) -> dict[str, Any] | None:
     """The largest relative difference, at equal steps, between a setting's loss curves and the first completed run of
-    the first setting with the same training; None for that setting itself, or without a curve to compare."""
+    the first setting with the same training; None for this first setting itself, or without a curve to compare."""
     first = next((other for other in settings if completed(other) and _learnt(other) == _learnt(setting)), None)
     if first is None or first is setting:
         return None

@@ -1,4 +1,4 @@
-"""Runs the settings round by round, and keeps comparison.json: with it an interrupted comparison resumes."""
+"""Runs the settings round by round, and keeps comparison.json, with which an interrupted comparison resumes."""
 
 import datetime
 import json
@@ -30,7 +30,7 @@ from accel_sft.tools.report.runs import COMPARISON, SCHEMA
 
 def open_record(folder: Path, wanted: Mapping[str, Any], settings: Sequence[ComparedSetting]) -> dict[str, Any]:
     """Return the record of the comparison in `folder`: a new record, or the one that an earlier start left there.
-    `wanted` has the record's other keys, such as `repeat`; its values replace those of the earlier start."""
+    `wanted` has what the command asks for, such as `repeat`; its values replace those of the earlier start."""
     path = folder / COMPARISON
     entries = [_entry(setting) for setting in settings]
     if not path.exists():
@@ -46,7 +46,7 @@ def open_record(folder: Path, wanted: Mapping[str, Any], settings: Sequence[Comp
         problem = "a comparison of other settings or files; name another folder, or repeat the command"
         raise UserError(f"--output-dir {folder}: {problem} in its {COMPARISON}")
     for entry, before in zip(entries, record["settings"], strict=True):
-        entry["runs"] = [run for run in before["runs"] if (folder / run["folder"]).is_dir()]  # others run again
+        entry["runs"] = [run for run in before["runs"] if (folder / run["folder"]).is_dir()]  # others are run again
     return {**record, **wanted, "settings": entries, "status": "running"}
 
 
@@ -101,7 +101,7 @@ def run(record: dict[str, Any], folder: Path, settings: Sequence[ComparedSetting
 def _due(
     record: dict[str, Any], settings: Sequence[ComparedSetting]
 ) -> Iterator[tuple[int, ComparedSetting, dict[str, Any]]]:
-    """Yield round, setting and record entry of each run still to be made; none if all runs of the setting failed."""
+    """Yield round, setting and record entry of each run still to be made, except for settings whose runs all failed."""
     for number in range(1, record["repeat"] + 1):
         for setting, entry in zip(settings, record["settings"], strict=True):
             failed = entry["runs"] and not completed(entry)

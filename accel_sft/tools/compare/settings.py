@@ -20,7 +20,7 @@ from accel_sft.launch.precision import assume_precision
 from accel_sft.launch.recordable import masked_words, recordable
 
 SINGLE = "single"
-"""The value of --launch that stands for one process without a launcher."""
+"""The value of --launch that means one process without a launcher."""
 OWN_COMMAS = frozenset(
     {"lora_modules_to_save", "lora_target_modules", "lora_target_parameters", "mix", "tracker", "train_only"}
 )
@@ -32,10 +32,10 @@ class ComparedSetting:
     """One combination of values, and how it is launched.
 
     Attributes:
-        values: every given value by option, the launcher's options included; secrets are left out.
+        values: option -> given value, the launcher's options included; secrets are left out.
         launch: `processes` and `precision`, as the launch file and its flags decide.
         launcher, words: the command's words before `-m accel_sft` and after it.
-        environment: environment variables that its launch gets in addition to the user's own.
+        environment: environment variables that the launch gets in addition to the user's own.
         fingerprint: SHA-256 of the launch file and of the DeepSpeed JSON that it names; "" without a launch file.
     """
 
@@ -142,7 +142,7 @@ def _launch(file: Path | None, chosen: Mapping[str, str]) -> dict[str, Any]:
         problem = f"it is for {launch.machines} machines; compare starts launches on this machine only"
         raise UserError(f"--launch {chosen['launch']}: {problem}")
     facts = {"processes": launch.world_size, "precision": launch.precision[0]}
-    # port 0 is any free port: with a fixed port that another launch uses, this launch would fail, and only later
+    # port 0 is any free port: a fixed port may be in use by another launch, and this one would fail late
     words = ["-m", "accelerate.commands.launch", "--config_file", str(file), "--main_process_port", "0", *flags]
     content = launch.text + repr(launch.json)
     digest = hashlib.sha256(content.encode()).hexdigest()

@@ -23,7 +23,7 @@ _TITLES = {
     "peak_host_memory_gib": "host GiB",
     "metric_after": "metric",
 }
-"""Columns of the terminal's table, which has room for few."""
+"""Columns of the terminal's table: it has room for few."""
 _OF_ROWS = {"metric_after": "metric", "eval_loss_after": "loss"}
 _OF_SWEEPS = {**_OF_ROWS, "tokens_per_second": "tokens/s"}
 

@@ -1,4 +1,4 @@
-"""Checks this machine: cores, memory, folders of runs, what is installed, the GPUs and their driver."""
+"""Checks this machine: cores, memory, folders for runs, installed libraries, the GPUs and their driver."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from accel_sft.tracking.disturbed import LOST
 SHARED_MEMORY = Path("/dev/shm")
 GIB = 2**30
 LEAST_MEMORY, LITTLE_MEMORY = 1 * GIB, 3 * GIB
-"""Free bytes below which memory is a problem, or a warning. Two ranks of the smallest model need more than the
-first."""
+"""Free bytes below which memory is a problem, and below which it is a warning. Two ranks of the smallest model need
+more than the first number."""
 LITTLE_SHARED_MEMORY = 1 * GIB
 """Free bytes of /dev/shm that NCCL's documentation recommends for ranks on several GPUs."""
 LEAST_DISK, LITTLE_DISK = GIB // 4, 5 * GIB
@@ -33,7 +33,7 @@ _TRIAL_BYTES = 1 << 20
 """Size of the file that is written as a trial."""
 DISTRIBUTION = "accel-sft"
 USED = 0.1
-"""Share of a GPU's memory that may be in use already without a warning."""
+"""Share of a GPU's memory that may already be in use without a warning."""
 
 
 def environment(machine: Machine) -> Iterator[Finding]:
@@ -128,7 +128,7 @@ def versions(machine: Machine) -> Iterator[Finding]:
             continue
         broken = {bound.operator for bound in requirement.specifier if not bound.contains(version, prereleases=True)}
         if broken:
-            level = warning if broken <= {"<", "<="} else problem  # only newer than what was tested
+            level = warning if broken <= {"<", "<="} else problem  # only newer than the tested versions
             yield level(f"{name} {version}: accel_sft {accel_sft.__version__} needs {requirement.specifier}", fix)
         else:
             fitting[name] = version
@@ -153,7 +153,7 @@ def imports(machine: Machine) -> Iterator[Finding]:
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:
-    """Report the GPUs that the driver and torch see, those already in use, and those that cannot compute."""
+    """Report the GPUs that the driver and torch see, which of them are already in use, and which cannot compute."""
     facts = machine.torch
     if facts.driver_failure:
         level = warning if machine.devices else problem

@@ -16,8 +16,8 @@ from accel_sft.launch.info import Launch
 from accel_sft.tools.doctor.machine import LIBRARIES, Finding, Machine, ask, ok, problem, script, warning
 
 EXCHANGE_SECONDS = {"gloo": 30, "nccl": 120}
-"""Time limit of the all-reduce, once a rank has imported torch. NCCL first searches the machine's links and loads its
-kernels: tens of seconds on a busy machine with eight GPUs."""
+"""Time limit of the all-reduce, from when a rank has imported torch. NCCL first searches the machine's links and loads
+its kernels: tens of seconds on a busy machine with eight GPUs."""
 RANKS_SECONDS = 420.0
 """Time limit for everything that ranks do, including the import of torch."""
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node")
@@ -37,7 +37,7 @@ def operators(machine: Machine) -> Iterator[Finding]:
             machine.unusable[name] = f"{name} cannot be loaded"
             fix = f"rm -r {Path(state['library']).parent}: the next launch compiles it anew"
             yield problem(f"{name} is compiled but cannot be loaded: {state['failure']}", fix)
-        elif obstacles:  # a launch is refused even with a compiled operator, since another torch would compile it anew
+        elif obstacles:  # a launch is refused even if compiled, since a different torch would compile anew
             for obstacle in obstacles:
                 yield warning(f"{name}: {_lacking(obstacle)}", obstacle.fix)
         elif state["compiled"]:
@@ -47,7 +47,7 @@ def operators(machine: Machine) -> Iterator[Finding]:
 
 
 def _lacking(obstacle: Finding) -> str:
-    """What is missing, without the operators' names, which the report already has."""
+    """What is missing, without the operators' names, as the report already shows these."""
     return obstacle.what.rpartition(" here, and ")[2]
 
 
@@ -68,21 +68,21 @@ def exchange(machine: Machine) -> Iterator[Finding]:
 
 
 def exchange_failure(backend: str, ranks: int, seconds: int) -> str:
-    """Why ranks of torchrun on this machine did not add up numbers (an all-reduce); "" if they did."""
+    """Why torchrun's ranks on this machine failed to add up numbers (an all-reduce); "" if they did not fail."""
     answer = ask(script("rank", backend, str(seconds), launcher=(*_TORCHRUN, str(ranks))), RANKS_SECONDS)
     if answer.status == 0:
         return ""
-    if answer.status is None or "(SIGALRM)" in answer.error:  # in torchrun's summary of the ranks that failed
+    if answer.status is None or "(SIGALRM)" in answer.error:  # torchrun's summary of failed ranks has this
         return f"no sum within {seconds} s"
     causes = sorted(re.findall(r"^rank \d+: .*", answer.out, re.M))
     return causes[0] if causes else answer.reason("no reason given")
 
 
 def launch_file(machine: Machine, file: Path) -> Finding:
-    """Say whether a launch with this file would work here (`yes` or `no`), and why not, or what to know before."""
+    """Say whether a launch with this file would work here (`yes` or `no`), with the reason for `no`, or a remark."""
     why, fix = "", ""
     try:
-        # the last library is DeepSpeed, which only some launch files need
+        # without the last library, DeepSpeed: only some launch files need it
         why = next(filter(None, map(machine.torch.failure, LIBRARIES[:-1])), "")
         why = why or (machine.unusable.get("devices", "") if machine.devices else "")
         if not why:

@@ -1,4 +1,4 @@
-"""What the checks of a report share: facts about this machine, collected once, and how checks and programs are run."""
+"""What the checks of a report share: facts about this machine, collected once, and ways to run checks and programs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Machine:
     """The user's options for the report, and the facts collected so far.
 
     Attributes:
-        unusable: why "devices", "ranks" or an operator cannot be used here, by these names. Checks write it, and the
+        unusable: maps "devices", "ranks" or an operator's name to why it cannot be used here. Checks write it; the
             table of launch files reads it.
     """
 
@@ -56,7 +56,7 @@ class Machine:
         return self.torch.device_count
 
     def launch(self, file: Path) -> Launch:
-        """What this file would start here: a process for each GPU of each machine; without GPUs, as many as it says."""
+        """What this file would start here: a process for each GPU of each machine; without GPUs, the file's number."""
         return fitted(launch_of_yaml(file, *self.flags(file)), self.devices)
 
     def flags(self, file: Path) -> tuple[str, ...]:
@@ -68,13 +68,13 @@ class Machine:
         return sized(own, wanted) if self.devices and differs else ()
 
     def findings(self, name: str, check: Callable[[Machine], Iterable[Finding]]) -> list[Finding]:
-        """Make the check of this name; an exception becomes a finding, so that the report goes on."""
+        """Run a check and return its findings. An exception becomes a finding too, so that the report goes on."""
         try:
             with waiting(f"checking {name}"):
                 findings = list(check(self))
         except UserError as error:
             findings = [problem(line) for line in error.problems]  # the message already says how to fix it
-        except Exception as error:  # noqa: BLE001 - whatever breaks one check, the others are still reported
+        except Exception as error:  # noqa: BLE001 - whatever breaks one check, other checks are still reported
             what = f"the check failed: {type(error).__name__}: {error}"
             findings = [problem(what, "this error is unexpected; please report the line")]
         return [dataclasses.replace(finding, subject=name) for finding in findings]
@@ -82,18 +82,18 @@ class Machine:
 
 @dataclasses.dataclass
 class TorchFacts:
-    """Facts that `torch_script` prints; facts of a step that it did not reach keep their defaults.
+    """Facts that `torch_script` prints. If it ended early, the facts of later steps keep their defaults.
 
     Attributes:
         driver_cuda: the newest CUDA that the NVIDIA driver runs, as 1000 * major + 10 * minor.
-        driver_gpus: by the driver's index of a GPU its `name`, its memory in bytes (`total`, `used`), and the
-            percentage of time in which it was `busy`; what the driver does not report is missing.
-        imports: why a library cannot be imported, by its name; "" if it can.
-        device_failures: by torch's index of a GPU, why it cannot compute.
+        driver_gpus: maps the driver's index of a GPU to `name`, memory in bytes (`total`, `used`), and percentage of
+            time in which it was `busy`; what the driver does not report is missing.
+        imports: maps a library to why it cannot be imported; "" if it can.
+        device_failures: maps torch's index of a GPU to why the GPU cannot compute.
         cuda_complaint: torch's warning if it sees no GPU.
-        copies: by torch's index of a GPU, GB/s of each way of copying.
-        operators: by the name of a DeepSpeed operator its `library` file, whether that is `compiled`, the `failure` to
-            load it ("" without one), and findings about its `locks`.
+        copies: maps torch's index of a GPU to GB/s in each direction of copying.
+        operators: maps a DeepSpeed operator to its `library` file, whether this is `compiled`, why it does not load
+            (`failure`, "" if it does), and findings about its `locks`.
         fault: why the process failed; "" if it did not.
     """
 
@@ -115,7 +115,7 @@ class TorchFacts:
     fault: str = ""
 
     def failure(self, library: str) -> str:
-        """Why a launch cannot use a library, in a few words; empty if it can."""
+        """Why a launch cannot use a library, in a few words; "" if it can."""
         if library in self.imports:
             return f"{library} cannot be imported" if self.imports[library] else ""
         return "torch and DeepSpeed could not be checked"
@@ -141,7 +141,7 @@ def torch_facts(seconds: float = FACTS_SECONDS) -> TorchFacts:
 
 
 class Answer(NamedTuple):
-    """What a program printed, and its exit status: minus a signal's number if one ended it, None for the time limit."""
+    """What a program printed, and its exit status: negative for a signal, None if the time limit ended the program."""
 
     out: str
     error: str
@@ -156,7 +156,7 @@ class Answer(NamedTuple):
 
 
 def ask(command: Sequence[str], seconds: float) -> Answer:
-    """Run a program to its end, or kill it after the time limit with its children, such as torchrun's ranks."""
+    """Run a program to its end, or kill it and its children (such as torchrun's ranks) after the time limit."""
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -184,6 +184,6 @@ def script(*arguments: str, launcher: Sequence[str] = ()) -> list[str]:
 
 
 def import_path() -> dict[str, str]:
-    """PYTHONPATH with which another process finds this package, whatever its working directory."""
+    """PYTHONPATH with which a process finds this package from any working directory."""
     root = str(Path(accel_sft.__file__).parents[1])
     return {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}

@@ -1,6 +1,6 @@
 """What `doctor` runs in separate processes: collecting torch's facts, and a rank's exchange.
 
-A broken driver or library may crash or hang its process. Facts are lines of JSON, so those printed before still count.
+A broken driver or library may crash or hang its process. Each fact is a line of JSON, so earlier facts still count.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from accel_sft.launch.audit import NVIDIA
 from accel_sft.tools.doctor.machine import LIBRARIES
 
 ROUNDS = 5
-"""Timed rounds of the copies; the fastest counts."""
+"""Number of timed rounds of the copies; the fastest counts."""
 COPIED = 1 << 28
 """Bytes of a copy between host and GPU: it takes some ten milliseconds."""
 ELEMENTS = 1 << 20
@@ -112,7 +112,7 @@ def _devices(torch: Any) -> None:
 
 
 def _copies(torch: Any, device: str, pinned: bool = True) -> dict[str, float]:
-    """GB/s from the host's pinned memory, which data loaders and offload use, to the device, and back."""
+    """GB/s from the host's pinned memory (which data loaders and offload use) to the device, and back."""
     on_device = torch.empty(COPIED, dtype=torch.uint8, device=device)
     on_host = torch.zeros(COPIED, dtype=torch.uint8, pin_memory=pinned)
     wait = functools.partial(torch.cuda.synchronize, device) if pinned else lambda: None
@@ -173,7 +173,7 @@ def rank(backend: str, seconds: str) -> None:
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
         failure = first_line(error)
     if failure:
-        # in one write with the line break, as ranks share the pipe: print() makes two writes if Python is unbuffered
+        # one write includes the line break, as ranks share the pipe: an unbuffered print() makes two writes
         sys.stdout.write(f"rank {number}: {failure}\n")
         sys.stdout.flush()
     # destroying the group would hold the GIL until gloo's threads end, and they may wait for the GIL

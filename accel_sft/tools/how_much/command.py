@@ -12,7 +12,7 @@ from accel_sft.tools.compare.learning_curve import FEWEST_SIZES, ROWS
 FEWEST_ROWS = 8
 """Minimum number of rows of a training, unless `--sizes` names fewer."""
 _DEFAULTS = {**compare.DEFAULTS, "eval_every": "auto"}
-"""Default options of each training. `epoch` would evaluate too often: a small part may have hundreds of epochs."""
+"""Default options of each training. `epoch` would evaluate too often: a run on few rows may have hundreds of epochs."""
 _VARIED = (ROWS, "seed")
 
 
@@ -36,7 +36,7 @@ def run(task: str, task_class: type[Task], offers: Offers, params: Params, parse
 
 
 def _sizes(given: str | None, rows: int, validation: int) -> list[int]:
-    """The numbers of rows to train on, ascending: those that were given, or all rows and four halvings of them."""
+    """The numbers of rows to train on, ascending: as given, or all rows and up to four halvings of that number."""
     if given is None:
         sizes = sorted({size for halvings in range(5) if (size := rows >> halvings) >= FEWEST_ROWS})
         few = f"{rows:,} training rows are too few, as a part has at least {FEWEST_ROWS}"

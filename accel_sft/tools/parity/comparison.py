@@ -17,7 +17,7 @@ from accel_sft.io.text import common_length, one_line
 from accel_sft.models.architecture import arguments
 
 TIE = 0.25
-"""Rounding may swap two tokens that differ by at most so many nats: two steps of a bfloat16 logit between 16 and 32."""
+"""Rounding may swap two tokens that differ by at most this many nats: two steps of bfloat16 at logits of 16 to 32."""
 TEMPLATE, WEIGHTS, STOP, CONTEXT, OTHER = "chat template", "adapter not applied", "stop token", "context", "unknown"
 EXAMINED = 8
 """Number of examples that are examined for a cause: each takes forwards here and requests to the server."""
@@ -44,7 +44,7 @@ class Reference:
         return evaluator.score_answers({}).metrics[evaluator.task.main_metric]
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of an answer as servers write it: without special tokens, and without the end token."""
+        """The text of an answer as servers return it: without special tokens, and without the end token."""
         content = [*ids[:-1]] if ids and ids[-1] in self.ends else [*ids]
         return self.tokenizer.decode(content, skip_special_tokens=True)
 
@@ -53,7 +53,7 @@ class Reference:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def log_probs(self, prompt: list[int], answer: list[int]) -> torch.Tensor:
-        """The log-probabilities of the whole vocabulary at each place of the answer, and at the place after it."""
+        """The log-probabilities of the whole vocabulary at each place of the answer, and at the next place."""
         ids = torch.tensor([[*prompt, *answer]], device=self.model.device)
         places = len(answer) + 1
         last_places = {"logits_to_keep": places} if "logits_to_keep" in arguments(self.model) else {}
@@ -76,12 +76,12 @@ class Pair:
     chat: Conversation
     row: Encoded
     ids: list[int]  # the answer of the run's weights
-    reply: Reply | None = None  # the server's; None if it refused to answer
+    reply: Reply | None = None  # the server's answer; None if it refused
     refusal: str = ""
     theirs: list[int] | None = None  # the server's token ids of the prompt, if it reports them
     at: int | None = None  # the place of the first token that differs; None if the answers are the same
-    gap: float = 0.0  # nats by which the run's weights prefer their own token there
-    off: Sequence[float] = ()  # differences of the log-probabilities of the tokens before that place
+    gap: float = 0.0  # nats by which the run's weights prefer their own token at `at`
+    off: Sequence[float] = ()  # differences of the log-probabilities of the tokens before `at`
 
     @property
     def prompt(self) -> list[int]:
@@ -94,12 +94,12 @@ class Pair:
 
     @property
     def read(self) -> int | None:
-        """The number of the prompt's tokens that the server counted; None if it reports none."""
+        """How many tokens the server counted in the prompt; None if it does not report this."""
         return self.reply.prompt_tokens if self.reply else None
 
     @property
     def misread(self) -> bool:
-        """Whether the server is known to read the prompt as other tokens, or as another number of tokens."""
+        """Whether the server is known to read the prompt as different tokens, or as a different number of tokens."""
         return self.theirs not in (None, self.prompt) or self.read not in (None, len(self.prompt))
 
 
@@ -141,8 +141,8 @@ def ask(reference: Reference, endpoint: Endpoint, pair: Pair) -> Reply:
 
 
 def with_thinking(served: str, own: str) -> str:
-    """A server's answer. If it lacks the thinking, which llama.cpp's server and vLLM's reasoning parsers leave out, the
-    thinking of the run's own answer is put before it."""
+    """A server's answer. If the thinking is missing (llama.cpp's server and vLLM's reasoning parsers leave it out), the
+    thinking of the run's own answer is put before the server's."""
     if "<think>" not in own or "<think>" in served:
         return served
     return own.removesuffix(without_thinking(own, "").lstrip()) + served.lstrip()
@@ -158,19 +158,19 @@ def difference(reference: Reference, pair: Pair, reply: Reply) -> tuple[int | No
     if at is None or at >= len(pair.ids):
         return at, 0.0 if at is None else float("inf"), off
     token = _token_at(reference, pair.ids, at, reply)
-    gap = float("inf") if token == pair.ids[at] else own[at] - float(values[at, token])  # inf: it ended the answer here
+    gap = float("inf") if token == pair.ids[at] else own[at] - float(values[at, token])  # inf: the server stops here
     return at, gap, off
 
 
 def same(reference: Reference, ids: list[int], reply: Reply) -> bool:
-    """Whether a reply is this answer; white space at the ends does not count, since some servers strip it."""
+    """Whether a reply is the answer `ids`; white space at the ends does not count, since some servers strip it."""
     ended = bool(ids) and ids[-1] in reference.ends  # some servers say `length` if the end is the last token
     own, served = (text.strip().rstrip("\ufffd") for text in (reference.text(ids), reply.text))  # a cut character
     return own == served and (ended == (reply.finish != "length") or (ended and len(ids) == reference.most))
 
 
 def _first(reference: Reference, ids: list[int], reply: Reply) -> int:
-    """The place of the first of the ids that is not in the reply."""
+    """The place of the first token of `ids` that the reply does not have."""
     served = reply.text.lstrip()
     for at in range(len(ids)):
         if not served.startswith(reference.text(ids[: at + 1]).lstrip().rstrip("\ufffd")):  # a part of a character
@@ -180,7 +180,7 @@ def _first(reference: Reference, ids: list[int], reply: Reply) -> int:
 
 
 def _token_at(reference: Reference, ids: list[int], at: int, reply: Reply) -> int:
-    """The token that the reply has in place of `ids[at]`: the one that the server names, else the first of its text."""
+    """The reply's token in place of `ids[at]`: the one that the server names, else the first of the remaining text."""
     tokenize = functools.partial(reference.tokenizer, add_special_tokens=False)
     if len(reply.logprobs) > at and (word := reply.logprobs[at][0]):
         tokens = tokenize(word)["input_ids"]
@@ -191,7 +191,7 @@ def _token_at(reference: Reference, ids: list[int], at: int, reply: Reply) -> in
 
 
 class Cause(NamedTuple):
-    """A cause of differences, what shows it, and what to do."""
+    """A cause of differences, the evidence for it, and the fix."""
 
     cause: str
     evidence: str
@@ -200,7 +200,7 @@ class Cause(NamedTuple):
 
 def cause_of(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) -> Cause | None:
     """Return the first cause that a test shows; `OTHER` if answers differ and no test shows why; None if the server
-    answers as the run's weights do. A cause is tested by something that only this cause predicts."""
+    answers as the run's weights do. Each test looks for something that only its cause predicts."""
     cause = _context(reference, endpoint, pairs) or _template(reference, endpoint, pairs)
     differing = [(pair, pair.reply) for pair in pairs if pair.differs and pair.reply]
     if cause or not differing:
@@ -212,7 +212,7 @@ def cause_of(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) ->
 
 
 def _completed(endpoint: Endpoint, prompt: str | list[int], most: int) -> Reply | None:
-    """The server's continuation of a prompt; None if it refuses such a prompt."""
+    """The server's continuation of a prompt; None if it refuses such prompts."""
     try:
         return endpoint.complete(prompt, most)
     except EndpointError as error:
@@ -222,8 +222,8 @@ def _completed(endpoint: Endpoint, prompt: str | list[int], most: int) -> Reply 
 
 
 def _context(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) -> Cause | None:
-    """The cause, if the server truncates: it refuses long prompts, counts no more tokens for a doubled prompt, or cuts
-    answers."""
+    """A short context as the cause, if the server refuses long prompts, counts no more tokens for a doubled prompt, or
+    cuts answers; else None."""
     fix = "give the server a longer context (vLLM: --max-model-len, llama.cpp: -c)"
     if refused := [pair for pair in pairs if pair.reply is None]:
         evidence = f"{_examples(refused)} refused: {one_line(refused[0].refusal, 200)}"
@@ -245,8 +245,8 @@ def _context(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) ->
 
 
 def _template(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) -> Cause | None:
-    """The cause, if the server turns the messages into different tokens than the run does; else None. If the server
-    reports only their number, which may be equal, its answers to the run's own prompts decide."""
+    """The template as the cause, if the server turns messages into other tokens than the run does; else None. If only
+    the number of tokens is known, which may be equal, the server's answers to the run's own prompts decide."""
     fix = "give the server the run's tokenizer files and template (vLLM: --chat-template, llama.cpp: --jinja)"
     if misread := [pair for pair in pairs if pair.misread]:
         pair = misread[0]
@@ -270,7 +270,7 @@ def _template(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) -
 
 
 def _weights(reference: Reference, differing: Sequence[tuple[Pair, Reply]]) -> Cause | None:
-    """The cause, if most answers equal those of the base without the adapter; else None."""
+    """A missing adapter as the cause, if most of these answers equal those of the base model alone; else None."""
     if not hasattr(reference.model, "disable_adapter"):
         return None
     with reference.model.disable_adapter():
@@ -284,7 +284,7 @@ def _weights(reference: Reference, differing: Sequence[tuple[Pair, Reply]]) -> C
 
 
 def _stop(reference: Reference, endpoint: Endpoint, differing: Sequence[tuple[Pair, Reply]]) -> Cause | None:
-    """The cause, if an answer begins with the run's and goes on after the token that should end it; else None. The
+    """The stop token as the cause, if a server's answer begins with the run's whole answer and goes on; else None. The
     server must give the same answer twice: a server that samples would not."""
     for pair, reply in differing:
         own, served = reference.text(pair.ids).strip(), reply.text.strip()
@@ -302,7 +302,7 @@ def _stop(reference: Reference, endpoint: Endpoint, differing: Sequence[tuple[Pa
 
 
 def lead(pairs: Sequence[Pair], metric: str, own: float, served: float) -> Cause | None:
-    """The cause, if the same answers get another score in the form in which the server returns them; else None."""
+    """The template as the cause, if answers are equal but score differently as the server returns them; else None."""
     if not abs(own - served) > 1e-9 or any(pair.at is not None or not pair.reply for pair in pairs):
         return None
     evidence = f"the same answers have {metric} {own:.4g} here and {served:.4g} as the server returns them: the header "

@@ -36,7 +36,7 @@ from accel_sft.tools.plan.table import Answer
 _CPU_TOKENS = 1024
 """Tokens of the smallest forward that the trainer chooses on a CPU, if --micro-batch-size is auto."""
 _EVAL_ROWS = 64
-"""Number of answers generated at once if --eval-batch-size is not given; for short answers it may be larger."""
+"""Number of answers in one batch if --eval-batch-size is not given; for short answers a run may take more."""
 
 
 def run(task_name: str, task: Task, config: PlanConfig) -> None:
@@ -60,8 +60,8 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
 
 
 def model_config(config: PlanConfig, vocabulary: int = 0) -> tuple[dict[str, Any], str]:
-    """The content of the model's config.json, and its name for errors. `vocabulary` is that of `tiny` with this data;
-    0 stands for the usual vocabulary of `tiny`."""
+    """The content of the model's config.json, and the model's name for errors. `vocabulary` is the size of `tiny`'s
+    vocabulary with this data; 0: the usual size."""
     if is_tiny(config.model, init_from=config.init_from):
         shape = {"model_type": "qwen2", "vocab_size": vocabulary or TINY_VOCABULARY, **TINY_SHAPE, "dtype": "float32"}
         return shape, "tiny"
@@ -104,7 +104,7 @@ def job_of(
     step_tokens: float,
 ) -> Job:
     """Return the job with the smallest forward that must fit: --micro-batch-size examples of the longest length. If
-    that is auto, it is one example or, on a CPU, at least the smallest forward that the trainer chooses."""
+    that is auto, the forward has one example. On a CPU it is at least the smallest forward that the trainer chooses."""
     rows = 1 if config.micro_batch_size == "auto" else int(config.micro_batch_size)
     tokens, supervised = rows * lengths.longest, rows * lengths.longest_supervised
     if not hardware.gpus and config.micro_batch_size == "auto":

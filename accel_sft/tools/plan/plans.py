@@ -1,5 +1,5 @@
-"""Makes a plan for each launch file (whether it fits, with how large a forward, how fast) and recommends one; for
-this machine, or for a machine that the user describes."""
+"""Makes a plan for each launch file (whether it fits, with how large a forward, how fast) and recommends one; for this
+machine, or for one that the user describes."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class PlannedMachine:
-    """One of the machines of a launch."""
+    """The machines of a launch: all are like this one."""
 
     gpus: int  # with 0, ranks train on the CPU
     gpu_bytes: float | None
@@ -57,15 +57,15 @@ SIMPLEST_FIRST: tuple[str, ...] = ("ddp", "fsdp2", "z0", "z1", "z2", "z3", "hsdp
 SIMPLEST_FIRST += ("z3_twin_flow", "z3_offload", "z3_nvme", "multinode_z3", "tp", "z3_sp")
 """Shipped launch files, the simplest first; among equally fast ones the first is recommended."""
 ALIKE = 0.15
-"""Relative difference in step time up to which the model of speed cannot distinguish two launch files."""
+"""Up to this relative difference in step time, the model of speed cannot tell which of two launch files is faster."""
 MOST_TOKENS = 2**17
 """Maximum number of tokens of one forward; no larger forward is tried."""
 MARGIN = 0.92
-"""Share of a memory that a prediction may fill without a warning; the rest is more than predictions' mean error."""
+"""Share of a memory that a prediction may fill without a warning; the rest exceeds the predictions' mean error."""
 _Memory = tuple[float | None, float | None]
 """Bytes of one GPU and of the host; None if unknown, or if there is no GPU."""
 _ADDED = {"gradient_checkpointing": "gradient_checkpointing", "eval_batch_size": "eval_rows"}
-"""Settings that a plan may add, and the job's attribute that each of them sets."""
+"""Maps each setting that a plan may add to the job's attribute that this setting sets."""
 _ACCELERATES_NAMES = {"deepspeed": "DEEPSPEED", "fsdp": "FSDP", "ddp": "MULTI_GPU"}
 
 
@@ -86,10 +86,10 @@ class Plan:
     job: Job  # with the smallest forward that must fit
     estimate: Estimate
     speed: Speed  # with the largest forward
-    over: tuple[str, ...] = ()  # which memory is too small: `device`, `host` or both
-    largest_tokens: int = 0  # of a forward that fits, at most a rank's part of a step; 0 if none fits
+    over: tuple[str, ...] = ()  # memories that are too small: `device`, `host` or both
+    largest_tokens: int = 0  # of the largest forward that fits (up to a rank's part of a step); 0 if none fits
     tight: bool = False  # it fits, but fills more than the share `MARGIN` of a memory
-    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # settings that are added to the user's
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # settings that the plan adds to the user's
 
     @property
     def fits(self) -> bool:
@@ -103,7 +103,7 @@ class Plan:
 
 
 def launch_of(file: Path, machine: PlannedMachine) -> Launch:
-    """Return the launch that the file starts: a rank for each GPU of each machine; without GPUs, as many as it says."""
+    """Return the launch that the file starts: a rank for each GPU of each machine; without GPUs, the file's number."""
     launch = launch_of_yaml(file)
     if machine.gpus:
         launch = launch_of_yaml(file, *sized(launch, machine.gpus * max(launch.machines, 1)))
@@ -113,8 +113,8 @@ def launch_of(file: Path, machine: PlannedMachine) -> Launch:
 def plan(
     name: str, file: Path, job: Job, machine: PlannedMachine, step_tokens: float, row_tokens: float = 0.0
 ) -> Plan | Refused:
-    """Return the plan for a job under its launch, with gradient checkpointing if the job then fits better or is faster,
-    and with fewer answers at once if there is no room for as many as the job has.
+    """Return the plan for a job under its launch. The plan adds gradient checkpointing if the job then fits better or
+    is faster, and generates fewer answers in one batch if the job's number does not fit.
 
     `step_tokens` is the size of a rank's part of an optimizer step; `row_tokens`, a row's mean, is for the speed.
     """
@@ -156,7 +156,7 @@ def _shortage(job: Job, memory: _Memory) -> int:
 
 
 def _fewer_answers(job: Job, memory: _Memory) -> Job:
-    """Return the job with as many answers at once as leave room to spare, else as many as fit, else unchanged."""
+    """Return the job with as many answers in one batch as leave room to spare; else as many as fit; else unchanged."""
     rows = [job.eval_rows]
     while rows[-1] > 1:
         rows.append(rows[-1] // 2)
@@ -165,7 +165,7 @@ def _fewer_answers(job: Job, memory: _Memory) -> Job:
 
 
 def with_tokens(job: Job, tokens: int) -> Job:
-    """The job with a forward of another size, of rows of the same length with the same share of supervised tokens."""
+    """The job with a forward of `tokens` tokens; length of rows and share of supervised tokens stay the same."""
     share = job.supervised_tokens / max(job.tokens, 1)
     rows, pixels = (round(count * tokens / job.tokens) for count in (job.rows, job.pixels))
     supervised, rows = max(round(tokens * share), 1), max(rows, 1)
@@ -202,7 +202,7 @@ def _simplicity(plan: Plan) -> int:
 
 
 def _largest(job: Job, memory: _Memory, most: int) -> int:
-    """Return the tokens of the largest forward that fits, bisecting between the job's, which fits, and `most`."""
+    """Return the tokens of the largest forward that fits, bisecting from the job's, which fits, to `most`."""
     low, high = job.tokens, max(min(most, MOST_TOKENS), job.tokens)
     while low < high:
         middle = (low + high + 1) // 2

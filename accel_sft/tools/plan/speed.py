@@ -1,10 +1,10 @@
 """A simple model of what a step sends between ranks and to the host, and of its time, to compare launch files.
 
 Compute time is the model's FLOPs (plus a second forward if gradient checkpointing is on) at a fraction of peak speed.
-Each forward adds the cost of 1,024 tokens, as batching/choice.py assumes. The time for sending follows from the
-device's links; half of the exchange between ranks overlaps with computing. On CPUs an offload moves nothing: under any
-launch, weights and optimizer are on the host. Only ratios between launch files mean anything;
-docs/planning.md compares them with published runs.
+Each forward adds a fixed cost, that of 1,024 tokens, as batching/choice.py assumes. The time for sending follows from
+the device's links; half of the exchange between ranks overlaps with computing. On CPUs an offload moves nothing: under
+any launch, weights and optimizer are on the host. Only ratios between launch files mean anything; docs/planning.md
+compares them with published runs.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ COMPILED = 1.15
 CPU_OPERATIONS, CPU_LINK = 1e11, 2e9
 """FLOP/s of a rank on a few CPU cores with AVX2, and bytes per second between two such ranks through gloo."""
 DISK, NETWORK = 3e9, 3e9
-"""Bytes per second to NVMe, and between machines for one GPU."""
+"""Bytes per second to NVMe, and from one GPU to other machines."""
 HOST_UPDATES = 5e8
 """Parameters per second that DeepSpeed's CPU Adam updates on one rank."""
 EXCHANGE_SECONDS, CPU_EXCHANGE_SECONDS = 3e-5, 1e-3
 """Minimum seconds of an exchange between ranks, by NCCL and by gloo."""
 FORWARD_TOKENS = 1024
-"""Number of tokens that take as long to compute as the fixed cost of one forward."""
+"""The fixed cost of one forward, as a number of tokens that take as long to compute."""
 HIDDEN_SHARE = 0.5
 """Share of the exchange between ranks that overlaps with computing."""
 
@@ -47,15 +47,15 @@ class Speed:
 
 
 def speed(job: Job, step_tokens: float, gpu: str = "", row_tokens: float = 0.0) -> Speed:
-    """What a step of `step_tokens` tokens costs a rank, in forwards of `job.tokens`. `gpu` is the device's name, ""
-    if it is not known. The cost of attention depends on `row_tokens`, and 0 leaves it out."""
+    """What a step of `step_tokens` tokens, in forwards of `job.tokens` tokens, costs a rank. `gpu` is the device's
+    name, "" if it is not known. The cost of attention depends on `row_tokens`, and 0 leaves it out."""
     forwards = max(math.ceil(step_tokens / max(job.tokens, 1)), 1)
     launch, device = job.launch, peaks(gpu) or UNKNOWN
     learnt = job.supervised_tokens / max(job.tokens, 1)
     flops = model_flops(job).total(1, learnt, row_tokens / 2)  # of a token
     if job.gradient_checkpointing:
         flops += model_flops(dataclasses.replace(job, adapter="none")).total(1, 0, row_tokens / 2) / 3
-    split = 1 if job.on_cpu else launch.tensor_ranks  # halves of narrow products take CPUs as long as whole ones
+    split = 1 if job.on_cpu else launch.tensor_ranks  # on CPUs, a part of a narrow product takes as long as all
     rate = (getattr(device, job.precision, None) or device.fp32) * 1e12 * REACHED * (COMPILED if job.compile else 1)
     link, host_link = device.link * 1e9, device.host_link * 1e9
     if job.on_cpu:
@@ -100,7 +100,7 @@ def _sent_bytes(job: Job, forwards: int) -> float:
 
 
 def _gathered_bytes(job: Job) -> float:
-    """Bytes gathered for one forward and backward; ZeRO-3's backward gathers again only what is no longer live."""
+    """Bytes gathered for one forward and backward; ZeRO-3's backward gathers again only what was released meanwhile."""
     again: float = job.parameters
     if job.launch.backend == "deepspeed":
         again = max(again - live_parameters(job), 0.0) * (1 + job.gradient_checkpointing)

@@ -1,4 +1,4 @@
-"""Writes a plan in words or as JSON: the table of launch files, a launch's phases by component, the recommendation."""
+"""Writes plans in words or as JSON: a table of launch files, a launch's phases by component, the recommendation."""
 
 import dataclasses
 import textwrap
@@ -63,7 +63,7 @@ class Answer:
         yield from f"{self.command}".splitlines()
 
     def as_json(self) -> dict[str, Any]:
-        """The same as numbers, with memory in bytes."""
+        """The answer as numbers, with memory in bytes."""
         shape = self.shape
         return {
             "model": {"family": shape.family, "parameters": shape.parameters},

@@ -78,7 +78,7 @@ def run(task_name: str, task: Task, config: RehearseConfig) -> None:
 
 
 class Rehearsal:
-    """One rehearsal: first the audits, which need no run, then the runs, then tests of the exported weights."""
+    """One rehearsal: first the audits (without a run), then the runs, then tests of the exported weights."""
 
     def __init__(self, task_name: str, task: Task, config: RehearseConfig, folder: Path, stages: Stages) -> None:
         self.task_name, self.task, self.folder, self.stages = task_name, task, folder, stages
@@ -86,7 +86,7 @@ class Rehearsal:
         self.plan: StepPlan | None = None
 
     def run(self) -> None:
-        """Go through the stages; a stage that needs a failed one is not reached."""
+        """Go through the stages; a stage that needs a failed stage is not reached."""
         launcher = self.launch()
         audited = self.data()
         if audited is None or self.plan is None:
@@ -112,7 +112,7 @@ class Rehearsal:
             real = launch_of_yaml(file)
             gpus = device_count()
             if not gpus and (real.backend == "fsdp" or real.precision[0] == "fp16"):
-                gpus = real.local_world_size  # of the machine that the run is meant for
+                gpus = real.local_world_size  # of the machine for which the run is meant
             real = fitted(real, gpus)
             for finding in audit(self.config, real, gpus):
                 if finding.level in _LEVELS:
@@ -161,7 +161,7 @@ class Rehearsal:
         return next((step for step in range(1, self.plan.total_steps + 1) if self.plan.is_due(every, step)), None)
 
     def model(self, audited: Audit) -> TrainConfig | None:
-        """Shrink the model; return the settings of the runs, None if there is no model to train."""
+        """Shrink the model; return the settings of the runs, or None if this failed."""
         source = audited.source
         assert source is not None
         with self.stages.reported("model"):
@@ -206,11 +206,11 @@ class Rehearsal:
         lines = made.output.splitlines()
         seen = [line for line in lines if line.startswith(("the adapter leaves out", "not trained,", "note: in "))]
         vain = [line.removeprefix("warning: ") for line in lines if line.startswith("warning: weights without")]
-        level = WARNS if self.config.adapter == "none" else FAILS  # some models have parts that only their makers train
+        level = WARNS if self.config.adapter == "none" else FAILS  # some models have parts that only authors train
         self.stages.ended("trained", *(Finding(level, line) for line in vain), seen="; ".join(seen))
 
     def resume(self, full_run: runs.Run) -> None:
-        """Kill a second run after its first checkpoint, resume it, and compare losses and weights with the first."""
+        """Kill a second run after its first checkpoint, resume it, and compare losses and weights with `full_run`."""
         if self.config.save_every == "off":
             self.stages.ended("resume", warns("--save-every off: a run that is killed starts over"))
             return
@@ -233,7 +233,7 @@ class Rehearsal:
         stages, final, encoding = self.stages, full_run.dir.final, audited.encodings["validation"]
         assert encoding is not None
         rows = evaluated_rows(encoding.kept, config.eval_limit)
-        # if a resume fails, the task may draw its data anew: the run's rows are then not the rows read here
+        # if a resume fails, the task may draw its data anew: then the run's rows differ from the rows read here
         lines = full_run.lines("eval_loss") if stages.all["resume"].state != FAILS else []
         evaluated = [line["eval_loss"] for line in lines]
         precision = precision_in_record(full_run.dir.read_record()) or "no"

@@ -18,8 +18,8 @@ from accel_sft.models.tokenizer import answer_ends, load_tokenizer
 from accel_sft.tools.rehearse.runs import fails, warns
 
 _EXACT, _ROUNDED = 1e-3, 5e-2
-"""Allowed relative difference of the validation loss: for a run in float32, and for one in 16 bits or on a 4-bit base.
-Plain transformers computes in float32 here, with the base's own weights."""
+"""Allowed relative difference of the validation loss: for a run in float32, and for a run in 16 bits or on a 4-bit
+base. The reloaded model computes in float32, with the base's own weights."""
 _BEHIND = 4
 """Tokens that may be generated after the end of an answer, to see whether generation stops there."""
 
@@ -100,7 +100,7 @@ class Reloaded:
 
     @torch.no_grad()
     def generate(self) -> tuple[str, list[Finding]]:
-        """Make plain `generate` write an answer that carried loss: it must stop where the answer ends."""
+        """Let plain `generate` write an answer that carried loss: it must stop where the answer ends."""
         from transformers import GenerationConfig
 
         base, exported = self.model.generation_config, GenerationConfig.from_pretrained(self.final)

@@ -1,4 +1,4 @@
-"""Starts the rehearsal's runs, each a real launch, and reports for each stage whether it holds, or what fails when."""
+"""Starts the rehearsal's runs (real launches), and reports for each stage whether it holds, or what fails and when."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Run:
 
 
 def launcher_of(real: Launch | None, file: Path | None) -> tuple[list[str], str]:
-    """The command that starts a rehearsal of this launch on CPUs, and how that differs from the real launch."""
+    """The command that starts a rehearsal of this launch on CPUs, and how it differs from the real launch."""
     if real is None:
         return [sys.executable], "one process"
     ranks = min(real.world_size, RANKS)
@@ -132,7 +132,7 @@ class Runs:
         return Run(run_dir, output, ([*errors] or [reason]) if reason else [])
 
     def killed(self, name: str) -> Run:
-        """Start a run, and kill all of its processes at once (SIGKILL) once it has a checkpoint."""
+        """Start a run, and kill all of its processes (SIGKILL) as soon as it has a checkpoint."""
 
         def kill(run_dir: RunDir) -> None:
             if run_dir.all_checkpoints():
@@ -143,7 +143,7 @@ class Runs:
 
 @dataclasses.dataclass
 class Stage:
-    """A stage of a run: when the real run comes to it, what was seen in the rehearsal, and what is wrong."""
+    """A stage of a run: when the real run reaches this stage, what the rehearsal has seen, and what is wrong."""
 
     stage: str
     state: str = NOT_REACHED
@@ -172,11 +172,11 @@ class Stages:
 
     @contextlib.contextmanager
     def reported(self, name: str) -> Iterator[None]:
-        """Inside, an exception becomes a failure of the stage: libraries may raise anything here."""
+        """Within this context, an exception becomes a failure of the stage: libraries may raise anything."""
         try:
             yield
         except UserError as error:
-            self.ended(name, *map(fails, error.problems))  # as a whole: not every "; " comes before a fix
+            self.ended(name, *map(fails, error.problems))  # lines stay whole: not every "; " comes before a fix
         except Exception as error:  # noqa: BLE001
             self.ended(name, fails(f"unexpected: {what_and_where(error)}"))
 

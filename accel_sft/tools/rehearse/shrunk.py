@@ -1,4 +1,4 @@
-"""Makes a rehearsal's model, a shrunk one of the real model's family, and reports what an adapter does not reach."""
+"""Makes a rehearsal's model (the real model's family, shrunk), and reports what an adapter does not reach."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SIZES: dict[int, str] = {
     1: "n_group topk_group n_groups mamba_n_groups mamba_ngroups n_shared_experts",
 }
 _SIZE_OF = {key: size for size, keys in _SIZES.items() for key in keys.split()}
-"""Sizes of the shrunk model, which must fit each other."""
+"""Sizes of the shrunk model by key of config.json; they must fit each other."""
 _NOT_COPIED = {"config.json", "adapter_config.json", "README.md"}
 _BY_LAYER = ("_indices", "_indexes", "_ids", "_idx")
 """Endings of names of lists that hold numbers of layers."""
@@ -80,8 +80,8 @@ def _files_of(name: str) -> Path:
 
 
 def _smallest(real: Any, name: str, trusted: bool) -> tuple[Any, int, int]:
-    """Return a configuration with the first layers of the real one, as few as include all kinds of layers; also the
-    number of these layers, and of the real model's."""
+    """Return a configuration with the fewest first layers of the real model that include all kinds of its layers; also
+    their number, and the number of the real model's layers."""
     layers, why = real.get_text_config(decoder=True).num_hidden_layers, ""
     every = _kinds(_narrow(real, layers, layers), layers, trusted)
     for count in range(min(2, layers), layers + 1):
@@ -90,7 +90,7 @@ def _smallest(real: Any, name: str, trusted: bool) -> tuple[Any, int, int]:
             if every <= _kinds(small, count, trusted):
                 return small, count, layers
         except (StrictDataclassError, *REFUSALS) as error:
-            why = first_line(error)  # such as a pattern of layers that this many do not fill
+            why = first_line(error)  # for example, a pattern needs more layers than this
     raise UserError(f"--model {name}: no small model can be made of its configuration ({why})")
 
 
@@ -104,8 +104,8 @@ def _narrow(real: Any, layers: int, count: int) -> Any:
 
 
 def _kinds(settings: Any, count: int, trusted: bool) -> set[Any]:
-    """Return the kinds of layers of a model with `count` layers: the modules of each, their shapes, and their
-    attributes that are switches or names."""
+    """Return the kinds of layers of a model with `count` layers. A kind is a layer's modules, parameter shapes, and the
+    modules' attributes that are switches or names."""
     import torch
 
     with torch.device("meta"):
@@ -131,7 +131,7 @@ def _values(content: Mapping[str, Any], layers: int, count: int, inside: str) ->
             yield key, dict(_values(value, layers, count, key))
         elif key == "num_key_value_heads" and isinstance(value, int):
             yield key, _HEADS if few == heads else min(value, 2)
-        elif key == "num_heads":  # of vision towers, or of state-space models (`expand`), whose heads fill the width
+        elif key == "num_heads":  # in vision towers, or in state-space models (`expand`), whose heads fill the width
             yield key, _STATE_HEADS if "expand" in content else min(value, _HEADS)
         elif key in _LAYERS and isinstance(value, int):
             yield key, count if value == layers else min(value, 2)
@@ -146,13 +146,13 @@ def _values(content: Mapping[str, Any], layers: int, count: int, inside: str) ->
 
 
 def _is_by_layer(key: Any, value: Any) -> bool:
-    """Whether a value may have an entry for each layer: a pattern (`M-M*`, not `silu`), or a list, unless of tokens."""
+    """Whether a value may have one entry per layer: a pattern (`M-M*`, not `silu`), or a list (not of tokens)."""
     name = str(key)  # keys of labels are numbers
     return "pattern" in name if isinstance(value, str) else isinstance(value, list) and "token" not in name
 
 
 def _rope(value: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotary positions' settings with lists as long as half a narrow head."""
+    """Return the settings of rotary positions, with lists as long as half of a narrow head's width."""
     half = int(_HEAD * (content.get("partial_rotary_factor") or value.get("partial_rotary_factor") or 1)) // 2
     first = max(half // 4, 1)
     rest = (half - first) // 2
@@ -168,7 +168,7 @@ def _rope(value: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any
 
 
 def _unreached(model: Any, config: TrainConfig) -> Iterator[Finding]:
-    """Experts that get no adapter through `--lora-target-modules`, since they are tensors, not layers."""
+    """Warn of experts that `--lora-target-modules` gives no adapter, since they are tensors, not layers."""
     experts = [name for name, weights in model.named_parameters() if weights.ndim == 3 and "expert" in name]
     modules, parameters = (names_of(value) for value in (config.lora_target_modules, config.lora_target_parameters))
     missed = [n for n in experts if n.rsplit(".", 1)[-1] in modules and not any(map(n.endswith, parameters))]

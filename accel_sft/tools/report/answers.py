@@ -17,12 +17,12 @@ evaluations), and the aim for all evaluations together."""
 
 
 def collect(runs: Sequence[Run]) -> dict[str, Any]:
-    """The answers of each run's first, best and newest evaluation. Every evaluation has the same number of its first
-    answers, so that evaluations can be compared.
+    """The answers of each run's first, best and newest evaluation. All evaluations get the same number of first
+    answers, so that they can be compared.
 
     Returns:
-        `examples`: (prompt, expected answer) of each; `scores`: their names; `evaluations`: dictionaries with `run`,
-        `step` (None if the command `evaluate` made it), `label`, `count` (answers in the file) and `rows`:
+        `examples`: (prompt, expected answer) of each; `scores`: names of the scores; `evaluations`: dictionaries with
+        `run`, `step` (None if the command `evaluate` made it), `label`, `count` (answers in the file) and `rows`:
         [index of the example, answer, scores by name].
     """
     evaluations = [(place, *one) for place, run in enumerate(runs) for one in _evaluations(run)]
@@ -36,7 +36,7 @@ def collect(runs: Sequence[Run]) -> dict[str, Any]:
         times: Counter[tuple[str, str]] = Counter()
         for sample in samples[:most]:
             prompt, expected, answer = (_shortened(sample.get(key)) for key in ("prompt", "expected", "generated"))
-            times[prompt, expected] += 1  # the same question twice is two examples
+            times[prompt, expected] += 1  # a question that occurs twice is two examples
             example = examples.setdefault((prompt, expected, times[prompt, expected]), len(examples))
             numbers = {name: value for name, value in mapping(sample.get("scores")).items() if is_number(value)}
             scores |= dict.fromkeys(numbers)

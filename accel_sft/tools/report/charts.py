@@ -1,7 +1,7 @@
-"""Collects what was measured at which step, and writes the page's charts of it: Vega-Lite specifications and rows.
+"""Collects what was measured at which step, and makes the page's charts from it: Vega-Lite specifications and rows.
 
-The page itself sets which runs are shown, and over which steps. Colours are the page's CSS
-variables, so that a chart follows light, dark and print without being drawn again.
+The page's own controls set which runs are shown, and over which steps. Colours are the page's CSS variables, so that a
+chart follows light, dark and print without being drawn again.
 """
 
 import math
@@ -27,7 +27,7 @@ MEASURED = {
     "grad_norm": ("Gradient norm", "L2 norm before clipping", "more"),
     "seconds": ("Step time", "seconds per step", "more"),
 }
-"""Title, unit and group of a chart by the key of what it shows; charts of the task's metrics have no entry."""
+"""Maps the key of what a chart shows to the chart's title, unit and group; the task's metrics have no entry."""
 _NOT_CURVES = {"step", "epoch", "tokens", "supervised_tokens", "tokens_per_second_per_device", *COSTS}
 _BY_SOURCE = "rows/", "tokens/"
 
@@ -38,7 +38,7 @@ _DRAWN_AS_POINTS = 30
 INK, FAINT, GRID = "var(--ink)", "var(--faint)", "var(--line)"
 COLOURS = tuple(f"var(--c{number})" for number in range(1, 7))
 DASHES = ((1, 0), (6, 3), (2, 2), (8, 3, 2, 3))
-"""Vega's dash patterns (lengths in pixels): the seventh series has the first one's colour and the second pattern."""
+"""Vega's dash patterns (lengths in pixels): the seventh series has the first series' colour and the second pattern."""
 
 CONFIG = {
     "background": "transparent",
@@ -57,7 +57,7 @@ CONFIG = {
         "labelOverlap": "greedy",
         "labelSeparation": 8,
     },
-    # the title is above the axis: beside it, a low chart would cut the title off, and a long title would take width
+    # the title is above the axis: beside it, a low chart would cut off the title, and a long title would take width
     "axisY": {"titleAngle": 0, "titleAlign": "left", "titleBaseline": "bottom", "titleX": 0, "titleY": -8},
 }
 
@@ -106,7 +106,7 @@ def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, 
 
 
 def groups(runs: Sequence[Run], series: Sequence[str], comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    """The groups of charts in the order of the page: the comparisons' learning curves, then what was `measured`.
+    """The groups of charts in the order of the page: first learning curves of comparisons, then those of `measured`.
 
     Each has its `id`, its `heading` and `charts`. A chart has an `id`, a `title`, a `spec`, and its data under `curves`
     or `rows`, as `kind` says.
@@ -140,7 +140,7 @@ def look(series: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _chart(description: str, **parts: Any) -> dict[str, Any]:
-    """Return a specification with what all charts share. The page sets the width, and the data named `rows`."""
+    """Return a specification: `parts`, and what all charts share. The page sets the width and the data (`rows`)."""
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         "description": description,

@@ -27,7 +27,7 @@ _SOURCE_MAP = re.compile(r"//# sourceMappingURL=\S+")
 
 
 def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> str:
-    """The page as HTML, of these runs and those of the comparisons."""
+    """The page as HTML, with these runs and the runs of these comparisons."""
     every = [*runs, *(run for comparison in comparisons for run in comparison.runs)]
     names = [setting["name"] for comparison in comparisons for setting in comparison.settings]
     series = [*dict.fromkeys([*(run.series for run in every), *names])]

@@ -31,7 +31,7 @@ NUMBERS = {
     "eval_loss_after": "validation loss after training",
     "seconds": "launch to end (s)",
 }
-"""Numbers that `compare` measures of a run, with their titles. A setting has the median and the spread of each over its
+"""Numbers that `compare` measures of a run, with their titles. A setting has each number's median and spread over its
 runs."""
 
 
@@ -40,7 +40,7 @@ class Run:
     """The content of one run's files.
 
     Attributes:
-        series: the key of the run's colour: for a run of a comparison the name of its setting, else `name`.
+        series: the key of the run's colour: for a run of a comparison, the name of the run's setting; else `name`.
         status: complete, running, stopped, failed or, for a run of a comparison, how `compare` says that it ended.
         reason: why the run did not complete; empty if it did.
         started: when it was last started, in seconds since 1970; None if no file says.
@@ -77,7 +77,7 @@ class Run:
         return [one_line(sentence, 200) for sentence in sentences(disturbed_segments(self.steps))]
 
     def section(self, *keys: str) -> dict[str, Any]:
-        """A mapping inside result.json; empty if it is not there."""
+        """The mapping under these keys in result.json; empty if there is none."""
         inner = self.result
         for key in keys:
             inner = mapping(inner.get(key))
@@ -166,7 +166,7 @@ def _status(run: Run) -> tuple[str, str]:
 
 
 def named(paths: list[str]) -> dict[str, Path]:
-    """A name for each folder: its own, or its path as it was given if two have the same name."""
+    """A name for each folder: the folder's own name, or the path as given if two folders have the same name."""
     folders = list(dict.fromkeys(expanded(path, "RUN") for path in paths))
     names = [folder.resolve().name for folder in folders]
     return {
@@ -177,7 +177,7 @@ def named(paths: list[str]) -> dict[str, Path]:
 def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
     """Read a folder with comparison.json; UserError if it is no comparison of this version.
 
-    Unless the page shows it `alone`, another comparison may have settings of the same names: `name` is put before each.
+    Unless the page shows it `alone`, another comparison may have settings of the same names: `name` precedes each name.
     """
     file = path / COMPARISON
     record = mapping(read_json(file))
@@ -199,7 +199,7 @@ def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
 
 
 def _round(path: Path, setting: str, noted: dict[str, Any]) -> Run:
-    """Return the run in a round's folder or, if that has none, a run with the comparison's record of it."""
+    """Return the run in a round's folder or, if the folder has no run, a run made from the comparison's record."""
     name = f"{setting}, round {noted['round']}"
     try:
         run = read_run(path / noted["folder"], name)

@@ -16,7 +16,7 @@ _LONGEST = 300
 """Maximum number of characters of a setting's value."""
 _ABSENT = "(not recorded)"
 _TRIVIAL = {"config": {"output_dir", "resume", "dry_run"}, "launch": {"deepspeed_config", "yaml"}}
-"""Settings left out, since they differ in every run or are shown elsewhere on the page."""
+"""Settings left out of the table, since they differ in every run or are shown elsewhere on the page."""
 _SECTIONS = {"config": "setting", "task_options": "task's setting", "launch": "launch", "data": "data"}
 
 
@@ -60,7 +60,7 @@ def scores(runs: Sequence[Run]) -> dict[str, Any]:
         if not after and run.evaluations:
             before, after = ({k: n for k, n in run.evaluations[place].items() if k != "step"} for place in (0, -1))
             first, last = (run.evaluations[place]["step"] for place in (0, -1))
-            if first == last:  # it is of the base model or of the tuned one, and there is no change to show
+            if first == last:  # a single evaluation, of the base or the tuned model: there is no change to show
                 before, after = (before, {}) if first == 0 else ({}, after)
         if lines := comparison_rows(before, after, run.result):
             by_run[run.name] = {one_line(label, 80): (base, tuned, change) for label, base, tuned, change in lines}
@@ -70,8 +70,8 @@ def scores(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def against_best_run(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """For each task with two measured runs or more: `metric`, and `rows` with the best run first, each the run's name,
-    its metric with an interval, and how it compares with the best on the same examples."""
+    """For each task with two measured runs or more: `metric`, and `rows`, the best run first. A row has the run's name,
+    its metric with an interval, and how it compares with the best run on the same examples."""
     groups: dict[tuple[str, str], dict[str, Measured]] = {}
     higher: dict[tuple[str, str], bool] = {}
     for run in runs:
@@ -100,7 +100,7 @@ def _with_interval(measured: Measured) -> str:
 
 
 def settings(runs: Sequence[Run]) -> dict[str, Any]:
-    """Options and chosen batching of each run that has a run.json; a comparison's setting has those of its first run.
+    """Options and chosen batching of each run that has a run.json; for a comparison's setting, those of its first run.
     `columns` are the names of the runs; `differing`, rows of (kind, name, a value for each column); `common`, rows of
     (kind, name, the value that all share)."""
     columns: dict[str, Run] = {}

@@ -28,7 +28,7 @@ from accel_sft.tracking.metrics_file import chained, read_lines
 from accel_sft.training.state import learning_rate
 
 LEVELS = ("differs", "open", "holds")
-"""Verdicts on a file or a segment of steps, worst first; `open`: cannot be decided on this machine."""
+"""Verdicts on a file or a segment of steps, the worst first; `open`: this machine cannot decide it."""
 
 
 def holds(subject: str, what: str) -> Finding:
@@ -61,7 +61,7 @@ class Recorded:
             try:
                 saved[step_of(path)] = manifest.verify(path)
             except (manifest.Damaged, OSError) as damage:
-                if path.is_dir():  # a run that goes on may have removed it since
+                if path.is_dir():  # a run that still trains may have removed it since
                     damaged[path.name] = str(damage)
         try:
             return cls(run_dir, run_dir.read_record(), read_lines(run_dir.metrics), saved, damaged)
@@ -87,7 +87,7 @@ class Recorded:
 
 
 _UNREADABLE = (UserError, LookupError, TypeError, ValueError, AttributeError, AssertionError, OSError, yaml.YAMLError)
-"""Errors that reading a file can raise if the file was not written by a run."""
+"""Errors that can occur on reading a file that was not written by a run."""
 
 
 def examine(run: Recorded) -> Iterator[Finding]:
@@ -100,7 +100,7 @@ def examine(run: Recorded) -> Iterator[Finding]:
 
 
 def _folder(run: Recorded) -> Iterator[Finding]:
-    """The manifest that a finished run leaves in its folder."""
+    """Compare the folder's files with the manifest that a finished run leaves there."""
     path = run.run_dir.path / manifest.MANIFEST
     if not path.exists():
         if run.complete:
@@ -121,7 +121,7 @@ def _folder(run: Recorded) -> Iterator[Finding]:
 
 
 def _checkpoints(run: Recorded) -> Iterator[Finding]:
-    """Whether each checkpoint is as written, by what run.json records, and none was replaced or removed since."""
+    """Check that each checkpoint is as it was written, by what run.json records, and none was replaced or removed."""
     changed: dict[str, str] = {}
     for step, about in run.saved.items():
         name = run.run_dir.checkpoint(step).name
@@ -136,7 +136,7 @@ def _checkpoints(run: Recorded) -> Iterator[Finding]:
         yield differs(name, what)
     if run.saved:
         *_, (newest, about) = run.saved.items()
-        remaining = [] if is_locked(run.run_dir.path) else about["kept"]  # training removes checkpoints meanwhile
+        remaining = [] if is_locked(run.run_dir.path) else about["kept"]  # a running training removes checkpoints
         for step in sorted({*remaining} - {step_of(path) for path in run.run_dir.all_checkpoints()}):
             yield differs(run.run_dir.checkpoint(step).name, f"is missing; it was kept when step {newest} was written")
         if not (changed or run.damaged):
@@ -145,12 +145,12 @@ def _checkpoints(run: Recorded) -> Iterator[Finding]:
 
 
 def _makers(run: Recorded) -> Iterator[Finding]:
-    """Checkpoints that were made by something else than run.json records."""
+    """Report checkpoints that were made with other settings, data or software than run.json records."""
     recorded = made_by(run.record)
     for step, about in run.saved.items():
         if other := [what for what in recorded if about["made_by"].get(what) != recorded[what]]:
             what = f"written with other {' and '.join(other).replace('_', ' ')} than run.json records"
-            by_software = {"versions", "package_code"} & {*other}  # a resume may have other software
+            by_software = {"versions", "package_code"} & {*other}  # a resume may have used other software
             yield (undecided if by_software else differs)(run.run_dir.checkpoint(step).name, what)
 
 
@@ -181,7 +181,7 @@ def _settings(run: Recorded) -> Iterator[Finding]:
 
 
 def _log(run: Recorded) -> Iterator[Finding]:
-    """Whether the lines of metrics.jsonl are complete, in order, and those that checkpoints were written with."""
+    """Check that the lines of metrics.jsonl are complete, in order, and the same as when checkpoints were written."""
     name = run.run_dir.metrics.name
     steps = [line["step"] for line in run.trained]
     if wrong := next((at for at, step in enumerate(steps, 1) if step != at), None):
@@ -203,7 +203,7 @@ def _log(run: Recorded) -> Iterator[Finding]:
 
 
 def _software(run: Recorded) -> Iterator[Finding]:
-    """The libraries' versions, accel_sft's files, and the task's."""
+    """Compare the versions of libraries, and the files of accel_sft and of the task."""
     then, now = mapping(run.record["launch"]).get("versions"), versions()
     if other := other_versions(mapping(then), now):
         yield undecided("versions", f"the run had {'; '.join(other)}: bits may differ")
@@ -216,7 +216,7 @@ def _software(run: Recorded) -> Iterator[Finding]:
 
 
 def _task(record: dict[str, Any]) -> Iterator[Finding]:
-    """What differs from the run's task: the file of the task, its package's files, or versions of what they import."""
+    """Yield what differs from the run's task: its file, its package's files, or versions of imported libraries."""
     if file := record.get("task_file"):
         if not Path(file["path"]).is_file() or digest_of(Path(file["path"])) != file["sha256"]:
             yield differs("task", f"{file['path']} is not what the run was made with")
@@ -244,7 +244,7 @@ def _base(run: Recorded) -> Iterator[Finding]:
 
 
 def _data(run: Recorded) -> Iterator[Finding]:
-    """Compare the files of rows that are found from the folder in which this command is started."""
+    """Compare the files of rows, looked up from the folder in which this command was started."""
     files = {name: digest for split in mapping(run.record.get("data_files")).values() for name, digest in split}
     same, gone = [], []
     for name, digest in files.items():

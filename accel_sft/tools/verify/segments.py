@@ -28,18 +28,18 @@ from accel_sft.tracking.metrics_file import read_lines
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 _MEASURED = {"seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", KEY, *COSTS}
-"""Keys of metrics.jsonl for times and speeds, which no second run repeats."""
+"""Keys of metrics.jsonl for times and speeds: a second run has different ones."""
 _ALL = "1000000"
 """--keep-checkpoints of a segment: the checkpoint at its end stays, however far the run gets before it is killed."""
 _COMPUTED = {"loss", "grad_norm"}
 """Keys of a step's line that rounding changes; all others are a function of data and settings."""
 _REFUSED = "the run was started with"
-"""Text of each line with which a resume refuses settings, data, code or weights other than those of the record."""
+"""Text in each line with which a resume refuses settings, data, code or weights other than the recorded ones."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Steps `begin`+1 to `end`. Both ends have a checkpoint, except the run's start and end."""
+    """Steps `begin`+1 to `end`. There is a checkpoint at both ends, except at the run's start and end."""
 
     begin: int
     end: int
@@ -109,7 +109,7 @@ def _maker(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_again(run: Recorded, segment: Segment, tolerance: float) -> Finding:
-    """Run the segment again, and say how its weights, optimizer states and lines differ from those recorded. Where bits
+    """Run the segment again, and say how weights, optimizer states and lines differ from the recorded ones. Where bits
     may differ, a relative difference of losses up to `tolerance` is allowed."""
     with tempfile.TemporaryDirectory(prefix="accel_sft-verify-") as folder:
         again = RunDir(Path(folder) / "run")
@@ -129,7 +129,7 @@ def run_again(run: Recorded, segment: Segment, tolerance: float) -> Finding:
 
         launch(command, variables, again.path, log, math.inf, watch)
         if not (again.final if ends else again.checkpoint(segment.end)).is_dir():
-            cause = _cause(again, log)  # a missing file, or a full disk, says nothing about the run
+            cause = _cause(again, log)  # a missing file, or a full disk, proves nothing about the run
             return (differs if _REFUSED in cause else undecided)(str(segment), f"cannot be run again: {cause}")
         return _compared(run, segment, again, tolerance)
 
@@ -151,7 +151,7 @@ def _begin(run: Recorded, segment: Segment, again: RunDir) -> None:
 
 
 def _launcher(run: Recorded, folder: Path) -> list[str]:
-    """The words before `-m accel_sft`: those of the recorded launch, with the run's launch.yaml where it is now."""
+    """The words before `-m accel_sft`: those of the recorded launch, with the present path of the run's launch.yaml."""
     if not (words := run.record["relaunch"]["words"]):
         return [sys.executable]
     accelerate = Path(words[0]).name == "accelerate"
@@ -189,7 +189,7 @@ def _compared(run: Recorded, segment: Segment, again: RunDir, tolerance: float) 
 
 
 def _weights(run: Recorded, segment: Segment, again: RunDir) -> Iterator[str]:
-    """Say which weights and optimizer states differ from those of the run."""
+    """Yield which weights and optimizer states differ from those of the run."""
     step = segment.end
     if step in run.saved:
         then, now = (manifest.entries(run_dir.checkpoint(step)) for run_dir in (run.run_dir, again))
@@ -209,7 +209,7 @@ def _result(run_dir: RunDir) -> dict[str, Any]:
 
 
 def _lines(run: Recorded, segment: Segment, again: RunDir) -> tuple[list[str], float]:
-    """Say which line differs first; return the largest relative difference of a loss (infinity: of other values)."""
+    """Return which line differs first, and the largest relative difference of a loss (infinity: of other values)."""
     within = range(segment.begin + (segment.begin > 0), segment.end + 1)
     made = {_key(line): line for line in read_lines(again.metrics)}
     differences: list[str] = []

@@ -1,6 +1,6 @@
 """Recognises a row's published form by its columns: chat messages, prompt and completion, Alpaca's, or raw text.
 
-keys.py decides which of the columns that a form does not read are refused, and which are reported.
+Columns that the form does not read are refused or reported: keys.py decides which.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _VARIABLES = "chat_template_kwargs"
 _FORMS = (("messages",), ("prompt", "completion"), ("instruction", "output"), ("text",))
 _SAID = ("content", "tool_calls", "function_call")
 _NO_RAW_TEXT = ("label", "labels", "sentiment", "intent", "role", "parent_id", "image", "images", "file_name")
-"""Columns that show that the text beside them is not raw text, unless --columns names it: labels, trees, captions."""
+"""Columns (labels, trees, captions) beside which a text is not raw text, unless --columns names the text's column."""
 _TOOLS_IN_TEXT = re.compile(r"<tools>(.*?)</tools>", re.DOTALL)
 _NAME_OF_TOOL = re.compile(r"""["']name["']\s*:\s*["']([^"']+)["']""")
 _REPR = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")
@@ -162,7 +162,7 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
 
 
 def _unwrapped(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The row with messages, taken out of what wraps them: OpenAI's batch requests, or xLAM's queries with calls."""
+    """The row with its `messages`: taken out of OpenAI's batch requests, or made from xLAM's queries and calls."""
     body = row.get("body")
     if isinstance(body, dict) and "messages" in body and "messages" not in row:
         return {**{key: value for key, value in row.items() if key != "body"}, **body}
@@ -194,7 +194,7 @@ def _recognised(
 
 
 def _unknown(row: Mapping[str, Any], named: Iterable[str], *, has_form: bool) -> RowProblem:
-    """The problem of a row without a form. `has_form`: its columns have a form, but no value."""
+    """The problem of a row without a form. `has_form`: its columns have a known form, but no value."""
     there = ", ".join(key[:80] + " (null)" * (row[key] is None) for key in list(row)[:_SHOWN]) or "none"
     if absent := [name for name in named if name not in row]:
         return RowRefused(None, f"a column {' and '.join(absent)}, which --columns names, got {there}")
@@ -212,7 +212,7 @@ def _names_image(value: Any) -> bool:
 
 
 def _text(row: Mapping[str, Any], column: str, remarks: Remarks, *, needed: bool = False) -> str:
-    """A column's text; "" if there is none, unless it is `needed`."""
+    """A column's text; without one "", or RowProblem if it is `needed`."""
     value = row.get(column)
     if isinstance(value, str) and _REPR.match(value):
         raise RowRefused(column, "JSON of messages, got Python's repr of them: write them with json.dumps or to_json")
@@ -220,7 +220,7 @@ def _text(row: Mapping[str, Any], column: str, remarks: Remarks, *, needed: bool
 
 
 def _system(row: Mapping[str, Any], column: str, remarks: Remarks) -> str:
-    """The system prompt of a column: a text, a message or, as Anthropic has it, a part; or a list of them."""
+    """The system prompt in a column: a text, a message, a part (Anthropic's form), or a list of such values."""
     value = row.get(column)
     if not value:
         return ""
@@ -243,7 +243,7 @@ def _system(row: Mapping[str, Any], column: str, remarks: Remarks) -> str:
 
 
 def _rows_in(*columns: Any) -> int:
-    """The number of rows in a row whose columns are lists of equally many texts; 0 for any other row."""
+    """How many rows a row holds, if each of its columns is a list of the same number of texts; 0 for any other row."""
     if not all(isinstance(column, list) and all(isinstance(text, str) for text in column) for column in columns):
         return 0
     return len(columns[0]) if len(set(map(len, columns))) == 1 else 0
@@ -301,7 +301,7 @@ def _turns_of_pairs(value: Any) -> list[Turn]:
 def _messages_in(value: Any) -> list[Any] | None:
     """The messages in a list, in one message, or in JSON of a list, as in a CSV cell; None if `value` is a text.
 
-    A list, or JSON of a list, may also be a text: data that the model is to read or to answer with.
+    A list of other things (or JSON of one) is a text: data that the model is to read or to answer with.
     """
     if isinstance(value, str):
         parsed = None

@@ -1,4 +1,4 @@
-"""Decides for each level of a row which of its keys are refused by name, and which are reported as not read.
+"""Decides, at each level of a row, which keys are refused by name, and which are reported as not read.
 
 A reader of a level says which keys it reads. Any other key with a value is refused if it would change what is learnt in
 a way that the trainer does not know. Otherwise it is reported: "not read: source (200 rows)".
@@ -48,11 +48,11 @@ AS_JSON = "with numbers, lists or objects in place of texts, which are read as J
 
 
 def refused_in(row: Mapping[str, Any]) -> dict[str, str]:
-    """What is expected in place of each column of a row that is refused; some are refused only with certain values."""
+    """For each refused column of a row, what is expected in its place; some values of a column may be accepted."""
     refused = {**VIDEOS, **_MASKS, **_SWITCHES, **dict.fromkeys(("rejected_response", "rejected_messages"), _SECOND)}
     refused |= {name: _JUDGED for name in ("label", "kto_tag") if isinstance(_in_cell(row.get(name)), bool)}
     for name in _ROW_MARKS:
-        value = _in_cell(row.get(name))  # 1 or true does not change what is learnt, unless it masks
+        value = _in_cell(row.get(name))  # 1 or true changes nothing, unless the column is a mask
         if isinstance(value, (int, float, list)) and (value != 1 or (name == "mask" and value is True)):
             refused[name] = f"{_MARK}; no mark of a row is read"
     if row.get("rejected") is not None and row.get("chosen") is not None:
@@ -89,8 +89,8 @@ class Remarks:
     """Remarks on a row, for the user.
 
     Attributes:
-        notes: what was done to it.
-        unread: the names of its keys that are not read, each with the levels above it, as in `messages[].id`.
+        notes: what was done to the row.
+        unread: the names of the row's keys that are not read, each with the levels above it, as in `messages[].id`.
     """
 
     notes: dict[str, None] = dataclasses.field(default_factory=dict)

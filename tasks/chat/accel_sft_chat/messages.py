@@ -248,7 +248,7 @@ def content_of(value: Any, field: str, role: str, called: bool, remarks: Remarks
 
 
 def _look_at_part(part: Turn, read: set[str], where: str, remarks: Remarks) -> None:
-    """Report keys of a turn's part that are not read, and refuse a mark by which only this part would not be learnt."""
+    """Report unread keys of a part of a turn, and refuse a mark that would exclude only this part from the loss."""
     remarks.look(part, {*read, *_MARKS}, REFUSED_IN_PARTS, f"{where}.")
     if marked := next((name for name in _MARKS if part.get(name) not in (None, True, 1)), None):
         raise RowRefused(f"{where}.{marked}", REFUSED_IN_TURNS["train_detail"])

@@ -232,7 +232,7 @@ class Chat(Task):
 
 
 def _few(count: int, of: int) -> str:
-    """How uncertain a score of so few rows is, and how many rows would make it less uncertain."""
+    """How uncertain a score of `count` rows is, and how many rows would make it less uncertain."""
     more = min(_ENOUGH, of // 4)
     few = f"few, a score of 0.5 is ±{_reach(count):.2f} (95%)"
     return f"{few}; --held-out {more}: ±{_reach(more):.2f}" if more > count else f"{few}; --validation-file for more"

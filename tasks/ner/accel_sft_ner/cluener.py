@@ -26,7 +26,7 @@ def read(path: str, split: str = "train") -> Sequence[Sentence]:
 def read_unseen(path: str, validation: Any) -> Sequence[Sentence]:
     """Read sentences to train on, like `read`, and refuse those that are in `validation`.
 
-    Parsing makes this check, so it runs once for each file.
+    The check is part of parsing, and so runs once for each file.
 
     Raises:
         UserError: what `read` raises, or the first few sentences that are in both.

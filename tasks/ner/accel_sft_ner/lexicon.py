@@ -1,6 +1,6 @@
 """The parts of the built-in sentences: parts of surfaces, fillers and templates, in Chinese and English.
 
-In a template, `{name}` is a slot for an entity, and `{name2}` one for another entity of the same type; a slot that
+In a template, `{name}` is a slot for an entity, and `{name2}` one for a different entity of the same type; a slot that
 occurs twice gets the same surface twice. `{day}` and the other keys of FILLERS are words that are not entities.
 """
 
