@@ -232,7 +232,7 @@ def test_command_line_decides_settings_and_words_of_runs(monkeypatch, task, give
     ("arguments", "message"),
     [
         ("--launch z9", "--launch 'z9': no file, nor a name that `accel-sft launch-file` lists"),
-        ("--launch multinode_z3", "it is of 2 machines"),
+        ("--launch multinode_z3", "it is for 2 machines"),
         ("--max-steps 3", "--max-steps 3: the first 3 are not counted"),
         ("--seed 1 -- --seed 2", "--seed: given before and after --"),
         ("-- --output-dir x", "--output-dir after --"),
