@@ -82,7 +82,7 @@ class SplitEncoder:
             if all(team.all(lambda: self._agrees(encoding, examples) and self._sees_the_same(encoding))):
                 encoding.notes.append(f"{split}: {encoding.kept.examples:,} examples, tokens from the cache")
                 return self._with_notes(encoding)
-            cache.log(f"{folder}: the task now makes other examples of its rows; it is made again")
+            cache.log(f"{folder}: the task now makes other examples of its rows; these cached tokens are made again")
             team.firsts(lambda: cache.discard(KIND, key))
         if len(examples) >= _ANNOUNCED and team.is_main:
             print(f"{split}: tokenizing {len(examples):,} examples, once", file=terminal(), flush=True)

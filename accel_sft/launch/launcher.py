@@ -81,7 +81,7 @@ def _is_launcher(word: str) -> bool:
 
 
 def _above(program: re.Pattern[str]) -> Any:
-    """The nearest process above this one that runs this program, as a `psutil.Process`; None without one."""
+    """The nearest ancestor of this process whose command matches `program`, a `psutil.Process`; else None."""
     import psutil
 
     for process in psutil.Process().parents():

@@ -96,7 +96,7 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def lost_peers(self, seconds: float = 0.0) -> str:
-        """The sentence of `exit.lost_peers`, with how the run continues: a command, or the launcher."""
+        """What `exit.lost_peers` returns, then the command that continues the run, or that the launcher restarts it."""
         lost = lost_peers(seconds)
         if lost and will_restart():
             return f"{lost}; the launcher starts the ranks again"

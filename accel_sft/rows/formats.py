@@ -74,7 +74,9 @@ def decompress(path: Path, compression: str, target: BinaryIO) -> None:
     except Exception as error:  # each library has its own errors for a damaged file
         if isinstance(error, OSError) and error.errno:  # the target's error; a damaged file's error has no number
             raise
-        raise UserError(f"{path}: cannot be decompressed ({error}); is it complete, and {compression}?") from None
+        raise UserError(
+            f"{path}: cannot be decompressed ({error}); check that the file is complete and really {compression}"
+        ) from None
 
 
 def _opened(path: Path, compression: str) -> Any:

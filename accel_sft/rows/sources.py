@@ -139,7 +139,7 @@ def _by_card(folder: Path, names: Collection[str], configs: list[dict[str, Any]]
     for pattern, split in _splits_by_card(configs):
         for name in {*glob.glob(pattern, root_dir=folder, recursive=True)}.intersection(names):
             if (other := exact.setdefault(name, split)) != split:
-                both = f"{name} is in its splits {other} and {split}"
+                both = f"lists {name} in two splits, {other} and {split}"
                 raise UserError(f"{folder}/README.md: {both}; name the files of one configuration")
     return exact
 

@@ -152,7 +152,9 @@ def test_a_file_in_two_splits_of_a_card_is_refused(tmp_path):
     folder = written(tmp_path / "ds", "a.jsonl", "b.jsonl")
     configs = "- {data_files: [{split: train, path: a.jsonl}]}\n- {data_files: [{split: test, path: '*.jsonl'}]}"
     (tmp_path / "ds" / "README.md").write_text(f"---\nconfigs:\n{configs}\n---\n")
-    with pytest.raises(UserError, match=r"README.md: a.jsonl is in its splits train and test; name the files of one"):
+    with pytest.raises(
+        UserError, match=r"README.md: lists a.jsonl in two splits, train and test; name the files of one"
+    ):
         read_rows(folder, answer)
 
 

@@ -306,7 +306,7 @@ def test_ranks_that_cannot_meet_leave_one_process(monkeypatch):
     cut = machine()
     (finding,) = launches.exchange(cut)
     assert finding.level == "problem"
-    assert finding.what == "2 ranks did not add up numbers by gloo: rank 0: no such interface"
+    assert finding.what == "an all-reduce over 2 ranks with gloo failed: rank 0: no such interface"
     assert not working(cut)
     vars(cut)["torch"].device_count = 1  # one process on one GPU asks nobody
     assert {"ddp", "z2"} <= working(cut)

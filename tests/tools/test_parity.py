@@ -137,7 +137,7 @@ def test_command_ends_with_a_status_and_refuses_the_incomparable(run, tmp_path, 
         done = accel_sft("parity", str(run), "--url", url, "--examples", "3")
     assert done.status == 1, done.output
     assert "prompts  3 of 3 are those of training, token by token\n" in done.output
-    line = r"cause    stop token: example \d goes on after '<\|im_end\|>', as the run's weights"
+    line = r"cause    stop token: example \d: the server's answer continues after '<\|im_end\|>', as the"
     assert re.search(line, done.output)
     assert "differs  the server's answers are not the run's\n" in done.output
     record = json.loads((run / "run.json").read_text())

@@ -116,7 +116,7 @@ class FoundRow:
 @dataclasses.dataclass
 class DataFinding:
     """All rows of a split with the same code, such as D301: their `count`, the first `NAMED` rows, and a remark on the
-    whole finding (`also`). If the finding is about the whole split, `count` is the number of remarks."""
+    whole finding (`also`). If the finding is about the whole split, `count` is how often it was added."""
 
     code: str
     grade: str

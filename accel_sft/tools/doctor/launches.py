@@ -62,7 +62,7 @@ def exchange(machine: Machine) -> Iterator[Finding]:
         who = f"{ranks} ranks" if ranks > 1 else "one rank"
         if why := exchange_failure(backend, ranks, EXCHANGE_SECONDS[backend]):
             machine.unusable["ranks"] = f"ranks do not reach each other ({backend})"
-            yield problem(f"{who} did not add up numbers by {backend}: {why}", _RANK_FIXES[backend])
+            yield problem(f"an all-reduce over {who} with {backend} failed: {why}", _RANK_FIXES[backend])
         else:
             yield ok(f"{who} added up numbers by {backend} ({time.monotonic() - began:.0f} s)")
 

@@ -200,7 +200,7 @@ class Cause(NamedTuple):
 
 def cause_of(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) -> Cause | None:
     """Return the first cause that a test shows; `OTHER` if answers differ and no test shows why; None if the server
-    answers as the run's weights do. Each test looks for something that only its cause predicts."""
+    answers as the run's weights do. Each test is for one cause, and looks for a sign that no other cause leaves."""
     cause = _context(reference, endpoint, pairs) or _template(reference, endpoint, pairs)
     differing = [(pair, pair.reply) for pair in pairs if pair.differs and pair.reply]
     if cause or not differing:
@@ -295,14 +295,15 @@ def _stop(reference: Reference, endpoint: Endpoint, differing: Sequence[tuple[Pa
         behind = reference.text(reference.continued([*pair.prompt, *pair.ids], 8)).strip()
         if reply.finish == "length" or (behind and rest.strip().startswith(behind[: len(rest.strip())])):
             mark = reference.raw_text(pair.ids[-1:])
-            evidence = f"example {pair.row.index} goes on after {mark!r}, as the run's weights do: {one_line(rest)}"
+            evidence = f"example {pair.row.index}: the server's answer continues after {mark!r}, as the run's weights do: {one_line(rest)}"
             fix = f"let {mark!r} end answers: eos_token_id of the served generation_config.json, or `stop`"
             return Cause(STOP, evidence, fix)
     return None
 
 
 def lead(pairs: Sequence[Pair], metric: str, own: float, served: float) -> Cause | None:
-    """The template as the cause, if answers are equal but score differently as the server returns them; else None."""
+    """A cause that names the template, if the server's answers are equal but the texts it returns score differently;
+    else None."""
     if not abs(own - served) > 1e-9 or any(pair.at is not None or not pair.reply for pair in pairs):
         return None
     evidence = f"the same answers have {metric} {own:.4g} here and {served:.4g} as the server returns them: the header "

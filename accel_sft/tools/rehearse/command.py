@@ -222,7 +222,7 @@ class Rehearsal:
         files = [{p.name: p.read_bytes() for p in run.dir.final.glob("*.safetensors")} for run in (full_run, resumed)]
         if not findings and (losses[0] != losses[1] or files[0] != files[1]):
             first = next((n for n, (a, b) in enumerate(zip(*losses, strict=False), 1) if a != b), runs.STEPS)
-            what = f"a run that was killed and resumed ends with other bits than without a stop, from step {first}"
+            what = f"a killed and resumed run differs from an uninterrupted one, from step {first} on"
             findings = [fails(what, "see whether the task's data or the model draw random numbers of their own")]
         stop = f"killed (SIGKILL) after {left} steps" if killed.failure else "not killed, as it had ended too soon"
         seen = "" if findings else f"{stop}, and resumed to the same bits"

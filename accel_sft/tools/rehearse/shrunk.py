@@ -66,7 +66,7 @@ def shrink(source: Source, folder: Path, config: TrainConfig) -> tuple[str, list
                 if file.suffix != ".safetensors" and ".index." not in file.name and file.name not in _NOT_COPIED:
                     (folder / file).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(path / file, folder / file)
-    words = f"{real.model_type}, {count} of {layers} layers (every kind of them)"
+    words = f"{real.model_type}, {count} of {layers} layers, at least one of each kind"
     return words, [*_unreached(model, config)]
 
 
