@@ -83,8 +83,8 @@ class Form:
         return prompt[: len(prompt) - len(self.unwritten)] + self.instead
 
     def rest_of(self, full_text: str, prompt: str, head: str | None) -> str | None:
-        """The learnt text that follows the rendered prompt; None if `full_text`, the rendering with the answer, does not
-        begin with the prompt. `head` is `full_text` up to the answer if the system text moves, else None."""
+        """The learnt text that follows the rendered prompt; None if `full_text`, the rendering with the answer, does
+        not begin with the prompt. `head` is `full_text` up to the answer if the system text moves, else None."""
         if head is not None:
             begins = head[: len(head) - len(self.lead)]
         elif self.sound and prompt.endswith(self.unwritten):

@@ -58,8 +58,8 @@ def recordable(value: Any, name: str = "") -> Any:
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    """Whether an option, key or variable of this name has a secret as its value. In a
-    variable of the environment or of a URL, KEY always means a secret; elsewhere it may name a column (`answer_key`)."""
+    """Whether an option, key or variable of this name has a secret as its value. In a variable of the environment
+    or of a URL, KEY always means a secret; elsewhere it may name a column (`answer_key`)."""
     words = re.sub(r"(?<=[a-z\d])(?=[A-Z])|\W", "_", name.lstrip("-?&")).lower()
     if value in (None, "") or not (_SECRET.search(words) or _PERHAPS.search(words)):
         return False
