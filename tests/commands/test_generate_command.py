@@ -130,6 +130,8 @@ def exported(tiny, tmp_path_factory):
 
 def test_copied_weights_are_asked_as_in_their_run(exported, called):
     run, copied = exported
+    assert (copied / "tokenizer.model").read_bytes() == b"pieces"
+    assert "--dtype bfloat16: weights in 16 bits lose small updates: leave" in " ".join(run.output.split())
     (mine, theirs) = (Trained(str(folder)) for folder in (copied, run.run_dir))
     config = EvaluateConfig(model=str(copied))
     assert mine.settings(config) == theirs.settings(config)
@@ -142,15 +144,6 @@ def test_copied_weights_are_asked_as_in_their_run(exported, called):
     assert "system-prompt As a pirate:" in shown.output
     refused = called("evaluate", "chat", "--model", str(copied), "--same-data", "--dry-run")
     assert f"--same-data: --model {copied} is no run of chat" in refused.output
-
-
-def test_export_keeps_the_bases_sentencepiece_file(exported):
-    assert (exported[1] / "tokenizer.model").read_bytes() == b"pieces"
-
-
-def test_training_16_bit_weights_is_a_warning(exported):
-    line = "warning: --dtype bfloat16: weights in 16 bits lose small updates: leave --dtype out"
-    assert line in " ".join(exported[0].output.split())
 
 
 def test_several_ranks_are_refused(tiny):
@@ -234,19 +227,15 @@ def test_drawn_answers_follow_the_seed_and_top_1_is_greedy(tiny):
     chats = [Prompt([{"role": "user", "content": f"{number}="}]) for number in range(5)]
     greedy = answerer(tiny).answers(chats, 8)
     assert answerer(tiny, Sampling(temperature=3.0, top_k=1)).answers(chats, 8) == greedy
+    written = []
+    assert answerer(tiny).stream(chats[0].turns, 8, written.append) == greedy[0]
+    assert "".join(written) == greedy[0].text
     drawing, drawn = answerer(tiny, Sampling(temperature=3.0)), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         drawn.append(drawing.answers(chats, 8))
     assert drawn[0] == drawn[1] != drawn[2]
     assert "as tokens are drawn by chance" in drawing.generator.message
-
-
-def test_streamed_answer_is_that_of_a_file(tiny):
-    mine, written = answerer(tiny), []
-    streamed = mine.stream(QUESTION, 12, written.append)
-    assert streamed == mine.answers([Prompt(QUESTION)], 12)[0]
-    assert "".join(written) == streamed.text
 
 
 @pytest.mark.parametrize(("thinking", "end"), [("off", "</think>\n\n"), ("template", "<think>\n")])

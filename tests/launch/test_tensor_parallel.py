@@ -80,11 +80,6 @@ def test_model_that_cannot_be_cut_is_refused_before_loading(config, ranks, image
     assert line.endswith("train with accelerate_configs/z3.yaml, which shares out any model's weights")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_families_whose_plans_are_exact_are_not_refused(name):
-    check_plan("m", settings(name), transformers.AutoModelForCausalLM, 2, images=False)
-
-
 @pytest.mark.parametrize(
     ("option", "flag"),
     [
@@ -117,7 +112,8 @@ def ranks_that_share_matrices_answer_and_export_as_one_process_does(launched):
     for one, other in zip(ours.lines("eval_loss"), theirs.lines("eval_loss"), strict=True):
         assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=2e-5)
         assert one["accuracy"] == other["accuracy"]
-    assert answers(ours) == answers(theirs)
+    for file in sorted((theirs.run_dir / "samples").glob("*.jsonl")):
+        assert (ours.run_dir / "samples" / file.name).read_text() == file.read_text()
     exported, expected = weights(ours.run_dir / "final"), weights(theirs.run_dir / "final")
     assert exported.keys() == expected.keys()  # tied weights once
     for name, weight in exported.items():
@@ -125,30 +121,17 @@ def ranks_that_share_matrices_answer_and_export_as_one_process_does(launched):
     assert "distributed_config" not in (ours.run_dir / "final" / "config.json").read_text()
 
 
-def answers(run):
-    files = sorted((run.run_dir / "samples").glob("*.jsonl"))
-    return [[row["generated"] for row in map(json.loads, file.open())] for file in files]
-
-
 def a_stopped_run_goes_on_to_the_same_bits(launched, tmp_path):
     goes_on_to_the_same_bits(layout(launched, "tp"), tmp_path / "run", 3)
 
 
-def a_stopped_run_goes_on_under_other_launches(launched, tmp_path, then):
-    whole = layout(launched, "tp")
+def a_stopped_run_goes_on_under_another_launch(launched, tmp_path, before, then):
+    whole = layout(launched, before)
     folder = stopped(whole, tmp_path / "run", 3)
     went_on = accel_sft(*whole.arguments, "--resume", "auto", run_dir=folder, yaml=then, launcher=FP32)
     assert went_on.status == 0, went_on.output
     same_curve(whole.lines(), went_on.lines())
-    assert "ranks of a matrix 2, now none" in went_on.output
-
-
-def a_run_of_another_launch_goes_on_under_tensor_parallelism(launched, tmp_path, before):
-    whole = layout(launched, before)
-    folder = stopped(whole, tmp_path / "run", 3)
-    went_on = accel_sft(*whole.arguments, "--resume", "auto", run_dir=folder, yaml="tp", launcher=FP32)
-    assert went_on.status == 0, went_on.output
-    same_curve(whole.lines(), went_on.lines())
+    assert before != "tp" or "ranks of a matrix 2, now none" in went_on.output
 
 
 def recomputed_activations_and_matrices_alone_draw_one_processs_curve(launched):
@@ -175,8 +158,8 @@ def evaluate_gives_the_runs_own_numbers(launched, tmp_path):
         for name in FAMILIES
     ),
     a_stopped_run_goes_on_to_the_same_bits,
-    partial(a_stopped_run_goes_on_under_other_launches, then="z2"),
-    partial(a_run_of_another_launch_goes_on_under_tensor_parallelism, before="z2"),
+    partial(a_stopped_run_goes_on_under_another_launch, before="tp", then="z2"),
+    partial(a_stopped_run_goes_on_under_another_launch, before="z2", then="tp"),
     recomputed_activations_and_matrices_alone_draw_one_processs_curve,
     evaluate_gives_the_runs_own_numbers,
 )

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +23,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError
-from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint.shards import Averages
 from accel_sft.resilience.signals import Interruption
 from accel_sft.training.trainer import Trainer
@@ -32,28 +30,6 @@ from accel_sft.training.trainer import Trainer
 
 def weights(folder):
     return load_file(folder / "model.safetensors")
-
-
-@pytest.mark.parametrize("name", ["z2"])  # the others: tests/laws/test_layouts.py
-def test_a_resumed_run_ends_with_the_same_bits(launched, tmp_path, name):
-    whole = layout(launched, name)
-    resumed = goes_on_to_the_same_bits(whole, tmp_path / "run", 3)
-    assert "resumed" in resumed.output
-    assert [line["step"] for line in resumed.lines()] == [1, 2, 3, 4, 5, 6]
-    assert resumed.result()["before"] == whole.result()["before"]
-    spent = resumed.result()["time_spent"]
-    assert {"forward", "backward", "optimizer step", "make batch", "the rest"} <= {*spent["parts"]}
-    assert sum(spent["parts"].values()) == pytest.approx(spent["seconds"])
-    assert "on rank 0 a step took" in resumed.output
-
-
-def test_a_finished_run_is_left_alone(launched):
-    whole = layout(launched, "plain")
-    before = (whole.run_dir / "metrics.jsonl").read_bytes()
-    again = accel_sft("--config", str(whole.run_dir / "run.yaml"), "--resume", "auto", run_dir=whole.run_dir)
-    assert again.status == 0, again.output
-    assert "finished" in again.output
-    assert (whole.run_dir / "metrics.jsonl").read_bytes() == before
 
 
 def test_an_interpreter_that_has_trained_ends_without_a_word(tmp_path):
@@ -130,45 +106,34 @@ def test_each_validation_example_is_counted_once_on_any_layout(launched, name):
         assert mine["accuracy"] == other["accuracy"]
 
 
-COUNTED = '''
-from collections import Counter
-from dataclasses import dataclass
-from accel_sft import Task
+COUNTED = """
+main_metric = "f1"
 
-@dataclass(kw_only=True)
-class Counted(Task):
-    """Questions of very unequal length, scored by characters, with a metric that is no mean."""
-    main_metric = "f1"
+def dataset(self, split):
+    sizes = [1, 41, 1, 41, 1]
+    return [{"question": str(at) * size, "answer": "1 + 2" * (at + 1)} for at, size in enumerate(sizes)]
 
-    def dataset(self, split):
-        sizes = [1, 41, 1, 41, 1]
-        return [{"question": str(at) * size, "answer": "1 + 2" * (at + 1)} for at, size in enumerate(sizes)]
+def messages(self, example):
+    return [{"role": "user", "content": example["question"]}]
 
-    def messages(self, example):
-        return [{"role": "user", "content": example["question"]}]
+def target(self, example):
+    return example["answer"]
 
-    def target(self, example):
-        return example["answer"]
+def score(self, example, text):
+    shared = sum(map(str.__eq__, text, example["answer"]))
+    return {"shared": shared, "written": len(text) + len(example["answer"])}
 
-    def score(self, example, text):
-        shared = (Counter(text) & Counter(example["answer"])).total()
-        return {"shared": shared, "written": len(text) + len(example["answer"])}
-
-    def aggregate(self, scores):
-        shared, written = (sum(score[key] for score in scores) for key in ("shared", "written"))
-        return {"f1": 2 * shared / written, "examples": len(scores)}
-'''
+def aggregate(self, scores):
+    shared, written = (sum(score[key] for score in scores) for key in ("shared", "written"))
+    return {"f1": 2 * shared / written, "examples": len(scores)}
+"""
+"""Questions of very unequal length, scored by characters, with a metric that is no mean."""
 
 
-@pytest.mark.parametrize(
-    ("count", "batch_size"),
-    [(4, 1), pytest.param(2, 64, marks=pytest.mark.long)],
-)
-def test_three_ranks_report_the_numbers_of_a_plain_count(launched, tmp_path, count, batch_size):
-    model_dir = layout(launched, "plain").run_dir / "final"
-    (tmp_path / "counted.py").write_text(COUNTED)
-    command = ("evaluate", str(tmp_path / "counted.py"), "--model", str(model_dir), "--eval-limit", str(count))
-    command += ("--eval-batch-size", str(batch_size), "--max-new-tokens", "12")
+def test_three_ranks_report_the_numbers_of_a_plain_count(launched, tmp_path):
+    model_dir, count = layout(launched, "plain").run_dir / "final", 4
+    command = ("evaluate", own_task(tmp_path, COUNTED), "--model", str(model_dir), "--eval-limit", str(count))
+    command += ("--eval-batch-size", "1", "--max-new-tokens", "12")
     ranks = ("--mixed_precision", "no", "--num_processes", "3")
     run = accel_sft(*command, yaml="ddp", launcher=ranks, run_dir=tmp_path / "out")
     assert run.status == 0, run.output
@@ -181,7 +146,7 @@ def test_three_ranks_report_the_numbers_of_a_plain_count(launched, tmp_path, cou
     rows = [(sample["index"], sample["prompt"], sample["expected"]) for sample in samples]
     assert rows == [*zip(drawn, questions, answers, strict=True)]
     said = [sample["generated"] for sample in samples]
-    shared = sum((Counter(text) & Counter(answer)).total() for text, answer in zip(said, answers, strict=True))
+    shared = sum(sum(map(str.__eq__, text, answer)) for text, answer in zip(said, answers, strict=True))
     assert run.result()["after"]["f1"] == 2 * shared / len("".join(said + answers)) > 0
     assert run.result()["after"]["examples"] == count
     model, tokenizer = (sample.from_pretrained(model_dir) for sample in (AutoModelForCausalLM, AutoTokenizer))
@@ -234,12 +199,6 @@ def test_the_terminal_is_quiet_and_in_order(launched):
     opening = [line for line in lines if not line.endswith("from the cache")][:7]
     names = ["run", "settings", "validation:", "warning:", "data", "model", "step"]
     assert [line.split()[0] for line in opening] == names
-    run, _, _, _, data, model, first = opening
-    assert run.startswith(f"run       {layout(launched, 'z2').run_dir}: ")
-    assert "z2.yaml, DeepSpeed ZeRO-2, 2 processes, cpu (" in run
-    assert re.search(r"; 6 steps of 10: [\d.]+ epochs", data)
-    assert re.search(r" ([\d,]+) of \1 parameters are trained; batching ", model)
-    assert first.startswith("step 0: ")
 
 
 def lora(launched, yaml):
@@ -264,7 +223,13 @@ def test_an_adapter_is_saved_alone_and_loads_in_plain_peft(launched, yaml):
 
 
 def test_an_adapter_run_with_dropout_resumes_to_the_same_bits(launched, tmp_path):
-    goes_on_to_the_same_bits(lora(launched, "z3"), tmp_path / "run", 3)
+    whole = lora(launched, "z3")
+    resumed = goes_on_to_the_same_bits(whole, tmp_path / "run", 3)
+    assert resumed.result()["before"] == whole.result()["before"]
+    spent = resumed.result()["time_spent"]
+    assert {"forward", "backward", "optimizer step", "make batch", "the rest"} <= {*spent["parts"]}
+    assert sum(spent["parts"].values()) == pytest.approx(spent["seconds"])
+    assert "on rank 0 a step took" in resumed.output
 
 
 def test_adapter_does_not_resume_on_other_base_weights(launched, called, tmp_path):
@@ -427,13 +392,6 @@ def test_signal_amid_evaluation_of_averages_restores_the_weights():
     assert torch.equal(model.weight, before)
 
 
-def test_averages_that_a_setting_makes_useless_are_refused():
-    (line,) = TrainConfig(ema_decay=0.9, adapter="adalora").problems()
-    assert line.startswith("--ema-decay: --adapter adalora sets ranks to zero in steps")
-    (line,) = TrainConfig(ema_decay=1.0).problems()
-    assert line.startswith("--ema-decay 1.0: must be at ")
-
-
 def test_train_limit_bounds_what_run_and_check_read(called, tmp_path):
     job = (*JOB, *ONCE, "--max-steps", "1", "--train-limit", "10%")
     run = accel_sft(*job, run_dir=tmp_path / "run")
@@ -452,30 +410,21 @@ def test_train_limit_bounds_what_run_and_check_read(called, tmp_path):
 FAILING = """
 def score(self, example, text):
     if os.environ.get("RANK") == "1":
-        WHAT
+        raise SystemExit(0)
     return super().score(example, text)
 """
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        pytest.param('raise RuntimeError("the judge is ill")', "score() failed", marks=pytest.mark.long),
-        ("raise SystemExit(0)", "own.py:"),
-    ],
-)
-def test_failing_rank_ends_the_run_with_its_message(tmp_path, what, message):
-    task, started = own_task(tmp_path, FAILING.replace("WHAT", what)), time.monotonic()
+def test_failing_rank_ends_the_run_with_its_message(tmp_path):
+    task, started = own_task(tmp_path, FAILING), time.monotonic()
     run = accel_sft(task, *JOB[1:], yaml="ddp", run_dir=tmp_path / "run", real=True)
     assert run.status != 0
     assert time.monotonic() - started < limit(400), "the other rank waited for the one that failed"
-    summary = run.output[run.output.index("ChildFailedError") :]
-    assert message in summary
-    assert "the judge is ill" in summary or "sys.exit(0) during the run; raise an error instead" in summary
-    if message == "score() failed":  # in the check before the first evaluation: refused, which leaves no folder
-        assert not (tmp_path / "run").exists()
-    else:
-        assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
+    root_cause = run.output.split("Root Cause")[1]
+    assert "rank      : 1" in root_cause
+    assert "own.py:" in root_cause
+    assert "sys.exit(0) during the run; raise an error instead" in root_cause
+    assert run.result()["status"] == "failed"
 
 
 ENDING = """
