@@ -15,7 +15,7 @@ import time
 
 import pytest
 import torch
-from conftest import accel_sft
+from conftest import accel_sft, finished
 from families import FAMILIES
 from limits import limit
 from reference_job import layout
@@ -47,8 +47,7 @@ def test_prompts_file_is_answered_as_in_the_run(run, called, tmp_path):
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": sample["prompt"]}) + "\n" for sample in after))
     files = ("--file", str(prompts), "--output", str(output))
-    done = accel_sft("generate", str(run.run_dir / "final"), *files, "--base", "auto")
-    assert done.status == 0, done.output
+    done = finished("generate", str(run.run_dir / "final"), *files, "--base", "auto")
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["generated"] for row in rows] == [sample["generated"] for sample in after]
     assert [row["base"] for row in rows] == [sample["generated"] for sample in before]
@@ -60,8 +59,7 @@ def test_prompts_file_is_answered_as_in_the_run(run, called, tmp_path):
 
 def test_prompt_is_answered_by_the_best_weights(run):
     sample = json.loads((run.run_dir / "samples/step-000006.jsonl").read_text().splitlines()[0])
-    done = accel_sft("generate", str(run.run_dir), sample["prompt"])
-    assert done.status == 0, done.output
+    done = finished("generate", str(run.run_dir), sample["prompt"])
     assert f"model  {run.run_dir / 'best'}\n" in done.output
     assert f"note: this run's best/ weights are taken; for those of its last step name {run.run_dir}" in done.output
 
@@ -122,8 +120,7 @@ def exported(tiny, tmp_path_factory):
     words = ("--model", str(folder / "base"), "--train-file", str(folder / "rows.jsonl"), "--max-steps", "1")
     words += ("--eval-every", "off", "--save-every", "off", "--dtype", "bfloat16")
     words += ("--thinking", "off", "--system-prompt", "As a pirate:\n---\nyes")
-    run = accel_sft("chat", *words, run_dir=folder / "run")
-    assert run.status == 0, run.output[-3000:]
+    run = finished("chat", *words, run_dir=folder / "run")
     shutil.copytree(run.run_dir / "final", folder / "copied")
     return run, folder / "copied"
 

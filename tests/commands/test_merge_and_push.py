@@ -12,7 +12,7 @@ import hub
 import pytest
 import torch
 import yaml
-from conftest import accel_sft
+from conftest import finished
 from fake_plugins import accel_sft as in_a_process
 from huggingface_hub import constants
 from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, PromptTuningConfig
@@ -78,8 +78,7 @@ def test_overwritten_base_of_an_adapter_is_named(tiny, called, tmp_path):
 def test_merged_weights_predict_as_the_adapter_and_stay_tied(tiny, adapter, called, tmp_path):
     out = tmp_path / "out"
     (adapter / "tokenizer.model").write_bytes(b"pieces")  # as its run has copied it, for llama.cpp
-    done = accel_sft("merge", str(adapter), str(out))
-    assert done.status == 0, done.output
+    done = finished("merge", str(adapter), str(out))
     assert (out / "tokenizer.model").read_bytes() == b"pieces"
     assert f"base     {tiny}\n" in done.output
     assert "merged   float32 weights\n" in done.output
@@ -209,8 +208,7 @@ def test_killed_merge_leaves_no_folder_and_the_next_cleans_up(adapter, tmp_path)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".out.")
-    done = accel_sft("merge", str(adapter), str(tmp_path / "out"))
-    assert done.status == 0, done.output
+    finished("merge", str(adapter), str(tmp_path / "out"))
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

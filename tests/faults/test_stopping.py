@@ -15,7 +15,7 @@ import time
 import psutil
 import pytest
 import scripts
-from conftest import accel_sft
+from conftest import finished
 from limits import limit, wait_for
 from reference_job import layout, same_weights
 from stopping import JOB, LAUNCHES, ranks, started, steps_done, whole
@@ -62,8 +62,7 @@ def test_signal_ends_the_step_with_a_resumable_checkpoint(launched, tmp_path, na
     assert (latest := run_dir / "checkpoints" / "latest").read_text() == f"step-{step:06d}\n"
     if step < 5:  # the trace comes after the checkpoint, as the launcher's 30 seconds may be too short for it
         assert all(latest.stat().st_mtime_ns < trace.stat().st_mtime_ns for trace in (run_dir / "profile").iterdir())
-    resumed = accel_sft(*run.arguments, "--resume", "auto", run_dir=run_dir, **run.options)
-    assert resumed.status == 0, resumed.output
+    finished(*run.arguments, "--resume", "auto", run_dir=run_dir, **run.options)
     same_end(run, run_dir)
 
 
@@ -110,8 +109,7 @@ def test_signal_ends_an_evaluation_unless_it_is_ignored(tmp_path):
     assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
     assert "stopped by SIGTERM after step 0, with a checkpoint" in stopped.stdout + stopped.stderr
     assert not (run_dir / "metrics.jsonl").exists()
-    resumed = accel_sft(*JOB, *few, "--resume", "auto", run_dir=run_dir)
-    assert resumed.status == 0, resumed.output
+    resumed = finished(*JOB, *few, "--resume", "auto", run_dir=run_dir)
     assert [line["step"] for line in resumed.lines("eval_loss")] == [0, 2]
 
 

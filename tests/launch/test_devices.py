@@ -8,7 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import accel_sft
+from conftest import finished
 from places import CONFIGS, SUPPORT
 from reference_job import FP32, JOB, ONCE, layout, same_curve
 
@@ -32,15 +32,13 @@ def one_line(run):
 
 @pytest.mark.parametrize("file", ["z2", pytest.param("z3", marks=pytest.mark.long)])
 def test_file_for_two_processes_trains_on_one_gpu(launched, tmp_path, file):
-    run = accel_sft(*JOB, *ONCE, **planted(1, yaml=file, launcher=FP32, run_dir=tmp_path / "run"))
-    assert run.status == 0, run.output
+    run = finished(*JOB, *ONCE, **planted(1, yaml=file, launcher=FP32, run_dir=tmp_path / "run"))
     same_curve(layout(launched, "plain").lines(), run.lines())
     assert f"{file}.yaml: for 2 processes, but this machine has 1 GPU" in one_line(run)
     record = json.loads((tmp_path / "run/run.json").read_text())["launch"]
     assert record["processes"] == 1
     assert record["threads_per_process"] == environment.usable_cores()
-    evaluated = accel_sft("evaluate", "math", "--model", str(tmp_path / "run"), **planted(1, yaml=file, launcher=FP32))
-    assert evaluated.status == 0, evaluated.output
+    finished("evaluate", "math", "--model", str(tmp_path / "run"), **planted(1, yaml=file, launcher=FP32))
 
 
 def read(file, *flags):

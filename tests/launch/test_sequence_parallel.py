@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from conftest import accel_sft, stopped
+from conftest import finished, stopped
 from places import CONFIGS
 from reference_job import FP32, JOB, goes_on_to_the_same_bits, layout, same_curve
 from transformers import MistralConfig, MistralForCausalLM
@@ -131,11 +131,9 @@ def test_sequence_groups_have_one_curve_and_portable_checkpoints(launched, tmp_p
     same_curve(layout(launched, "plain").lines(), whole.lines())
     goes_on_to_the_same_bits(whole, tmp_path / "again", 3)
     folder = stopped(whole, tmp_path / "other", 3)
-    other = accel_sft(*arguments, "--resume", "auto", run_dir=folder, yaml="z2", launcher=FP32)
-    assert other.status == 0, other.output
+    other = finished(*arguments, "--resume", "auto", run_dir=folder, yaml="z2", launcher=FP32)
     same_curve(layout(launched, "plain").lines(), other.lines())
     shared = {"run_dir": tmp_path / "evaluation", "yaml": "z3_sp", "launcher": FP32}
-    evaluated = accel_sft("evaluate", "math", "--model", str(whole.run_dir), **shared)
-    assert evaluated.status == 0, evaluated.output
+    finished("evaluate", "math", "--model", str(whole.run_dir), **shared)
     metrics = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"]
     assert metrics["eval_loss"] == pytest.approx(whole.result()["after"]["eval_loss"], rel=1e-5)

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from conftest import CUTS_WEIGHTS, accel_sft, stopped
+from conftest import CUTS_WEIGHTS, finished, stopped
 from fsdp2_job import weights
 from matrix import matrix, run
 from places import SUPPORT
@@ -46,8 +46,7 @@ def cut(tmp_path_factory):
         torch.manual_seed(1)
         transformers.AutoModelForCausalLM.from_config(settings(name)).save_pretrained(root / name)
     families = {"module": "tensor_families", "environment": {"PYTHONPATH": str(SUPPORT)}}
-    done = accel_sft(str(root), yaml="tp", launcher=FP32, **families)
-    assert done.status == 0, done.output[-6000:]
+    finished(str(root), yaml="tp", launcher=FP32, **families)
     return json.loads((root / "found.json").read_text())
 
 
@@ -128,8 +127,7 @@ def a_stopped_run_goes_on_to_the_same_bits(launched, tmp_path):
 def a_stopped_run_goes_on_under_another_launch(launched, tmp_path, before, then):
     whole = layout(launched, before)
     folder = stopped(whole, tmp_path / "run", 3)
-    went_on = accel_sft(*whole.arguments, "--resume", "auto", run_dir=folder, yaml=then, launcher=FP32)
-    assert went_on.status == 0, went_on.output
+    went_on = finished(*whole.arguments, "--resume", "auto", run_dir=folder, yaml=then, launcher=FP32)
     same_curve(whole.lines(), went_on.lines())
     assert before != "tp" or "ranks of a matrix 2, now none" in went_on.output
 
@@ -143,8 +141,7 @@ def recomputed_activations_and_matrices_alone_draw_one_processs_curve(launched):
 def evaluate_gives_the_runs_own_numbers(launched, tmp_path):
     whole = layout(launched, "tp")
     arguments = ("evaluate", "math", "--model", str(whole.run_dir))
-    done = accel_sft(*arguments, run_dir=tmp_path / "evaluation", yaml="tp", launcher=FP32)
-    assert done.status == 0, done.output
+    finished(*arguments, run_dir=tmp_path / "evaluation", yaml="tp", launcher=FP32)
     alone, own = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"], whole.result()["after"]
     assert alone["eval_loss"] == pytest.approx(own["eval_loss"], rel=1e-5)
     assert alone["accuracy"] == own["accuracy"]

@@ -8,7 +8,7 @@ from functools import partial
 import fsdp2_on_cpu
 import pytest
 import torch
-from conftest import accel_sft, stopped
+from conftest import finished, stopped
 from fsdp2_job import FP32
 from matrix import matrix, run
 from peft import PeftModel
@@ -82,8 +82,7 @@ def goes_on_to_the_bits_of_the_whole_run(request, tmp_path, yaml, step):
     launched = request.getfixturevalue("launched")
     whole = launched(f"adalora {yaml}", *JOB, **sharing(yaml)) if yaml else request.getfixturevalue("alone")
     folder = stopped(whole, tmp_path / "run", step)
-    again = accel_sft(*JOB, "--resume", "auto", run_dir=folder, environment=SEEN["environment"], **whole.options)
-    assert again.status == 0, again.output
+    finished(*JOB, "--resume", "auto", run_dir=folder, environment=SEEN["environment"], **whole.options)
     assert chosen(folder)[STEPS:] == chosen(whole.run_dir)[step:]
     ours, theirs = weights(folder / "final"), weights(whole.run_dir / "final")
     assert ours.keys() == theirs.keys()
@@ -94,8 +93,7 @@ def goes_on_with_the_same_choices_under_another_launch(launched, tmp_path, one, 
     if other == "fsdp2" and other not in LAYOUTS:
         pytest.skip("this torch's FSDP2 does not run on CPUs")
     whole, step = launched(f"adalora {one}", *JOB, **sharing(one)), FIRST + 2
-    again = accel_sft(*JOB, "--resume", "auto", run_dir=stopped(whole, tmp_path / "run", step), **sharing(other))
-    assert again.status == 0, again.output
+    again = finished(*JOB, "--resume", "auto", run_dir=stopped(whole, tmp_path / "run", step), **sharing(other))
     assert [line["kept"] for line in chosen(again.run_dir)[STEPS:]] == [
         line["kept"] for line in chosen(whole.run_dir)[step:]
     ]
@@ -129,8 +127,7 @@ def train_on_in_zero_3_after_evaluations_and_export_whatever_stays_gathered(alon
     launch = (CONFIGS / "z3_twin_flow.yaml").read_text().replace("z3_twin_flow.json", "ds.json")
     (tmp_path / "launch.yaml").write_text(launch)
     job = (*JOB, "--eval-every", "5", "--max-new-tokens", "4")
-    run = accel_sft(*job, run_dir=tmp_path / "run", **sharing(str(tmp_path / "launch")))
-    assert run.status == 0, run.output
+    run = finished(*job, run_dir=tmp_path / "run", **sharing(str(tmp_path / "launch")))
     assert len(run.lines("eval_loss")) == 5
     for one, other in zip(run.lines(), alone.lines(), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=2e-5)

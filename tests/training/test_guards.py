@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from accelerate import Accelerator
-from conftest import accel_sft, stopped
+from conftest import accel_sft, finished, stopped
 from fake_plugins import GOOD
 from models import Sums, encode, make_tiny
 from reference_job import JOB, layout
@@ -112,8 +112,7 @@ def test_task_that_turns_gradients_off_still_trains(tmp_path):
     text = GOOD.replace("def score(self, example, text):", f"def score(self, example, text):\n        {off}")
     (tmp_path / "judged.py").write_text(f"import torch\n{off}\n{text}")
     quick = ("--max-steps", "2", "--eval-every", "1", "--save-every", "off", "--global-batch-size", "4")
-    done = accel_sft(f"{tmp_path}/judged.py", *quick, run_dir=tmp_path / "run")
-    assert done.status == 0, done.output[-2000:]
+    done = finished(f"{tmp_path}/judged.py", *quick, run_dir=tmp_path / "run")
     assert all(line["grad_norm"] > 0 for line in done.lines())
 
 
@@ -396,8 +395,7 @@ def test_broken_record_is_named_and_broken_result_is_rewritten(copy, called):
     assert refused.status == 1
     assert f"{folder / 'run.json'}: cannot be read" in refused.output
     (folder / "run.json").write_text(record)
-    resumed = accel_sft(*whole.arguments, "--resume", "auto", run_dir=folder)
-    assert resumed.status == 0, resumed.output
+    resumed = finished(*whole.arguments, "--resume", "auto", run_dir=folder)
     assert resumed.result()["after"]["accuracy"] == whole.result()["after"]["accuracy"]
 
 
@@ -408,8 +406,7 @@ def test_a_damaged_later_checkpoint_pushes_no_good_one_out(copy):
     later = folder / "checkpoints" / "step-000009"
     (folder / "checkpoints" / "step-000006").rename(later)
     os.truncate(later / "rank-0000-000.safetensors", 10)
-    resumed = accel_sft(*whole.arguments, "--resume", "auto", "--keep-checkpoints", "1", run_dir=folder)
-    assert resumed.status == 0, resumed.output
+    resumed = finished(*whole.arguments, "--resume", "auto", "--keep-checkpoints", "1", run_dir=folder)
     assert "step-000009: passed over" in resumed.output
     path, _ = checkpoint.newest(RunDir(folder), "auto")
     assert path == folder / "checkpoints" / "step-000006"

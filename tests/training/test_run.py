@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import accel_sft, stopped
+from conftest import accel_sft, finished, stopped
 from limits import limit
 from reference_job import JOB, LAYOUTS, MICRO, ONCE, goes_on_to_the_same_bits, layout, own_task, same_curve
 from safetensors.torch import load_file, save_file
@@ -60,8 +60,7 @@ def test_run_that_failed_before_beginning_can_start_again(called, tmp_path):
     assert failed.status == 1
     assert f"{rows} row 1: field 'output'" in failed.output
     few = ("--train-examples", "60", "--max-steps", "1", "--eval-every", "off")
-    fixed = accel_sft("math", *few, run_dir=tmp_path / "run")
-    assert fixed.status == 0, fixed.output
+    finished("math", *few, run_dir=tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", ["plain", "z3"])
@@ -135,8 +134,7 @@ def test_three_ranks_report_the_numbers_of_a_plain_count(launched, tmp_path):
     command = ("evaluate", own_task(tmp_path, COUNTED), "--model", str(model_dir), "--eval-limit", str(count))
     command += ("--eval-batch-size", "1", "--max-new-tokens", "12")
     ranks = ("--mixed_precision", "no", "--num_processes", "3")
-    run = accel_sft(*command, yaml="ddp", launcher=ranks, run_dir=tmp_path / "out")
-    assert run.status == 0, run.output
+    run = finished(*command, yaml="ddp", launcher=ranks, run_dir=tmp_path / "out")
     samples = [json.loads(line) for line in (run.run_dir / "samples-tuned.jsonl").read_text().splitlines()]
     drawn = [sample["index"] for sample in samples]
     assert drawn == sorted({*drawn})
@@ -314,8 +312,7 @@ def test_evaluate_alone_gives_the_runs_numbers(launched, tmp_path):
     arguments = ("evaluate", "math", "--max-new-tokens", "6")
     models = ("--model", str(run.run_dir / "final"), "--base", "auto")
     fp32 = ("--mixed_precision", "no")
-    alone = accel_sft(*arguments, *models, yaml="z3", launcher=fp32, run_dir=tmp_path / "out")
-    assert alone.status == 0, alone.output
+    alone = finished(*arguments, *models, yaml="z3", launcher=fp32, run_dir=tmp_path / "out")
     assert "validation-examples 7 base" in " ".join(alone.output.split())  # as the run had it
     for side in ("before", "after"):
         assert alone.result()[side]["eval_loss"] == pytest.approx(run.result()[side]["eval_loss"], rel=1e-4)
@@ -330,8 +327,7 @@ def test_evaluate_needs_weights_that_exist(called):
 
 
 def test_dry_run_stops_before_anything_is_made(tmp_path):
-    run = accel_sft(*JOB, "--dry-run", yaml="z3", run_dir=tmp_path / "run")
-    assert run.status == 0, run.output
+    run = finished(*JOB, "--dry-run", yaml="z3", run_dir=tmp_path / "run")
     assert "ZeRO-3" in run.output
     assert not (tmp_path / "run").exists()
 
@@ -369,8 +365,7 @@ def test_averages_are_evaluated_and_exported_alike_on_every_launch(launched, tmp
     assert "(averages; final-plain/ has the last step's own)" in " ".join(run.output.split())
     if adapter == "lora":
         folder = stopped(run, tmp_path / "run", 3)
-        resumed = accel_sft(*run.arguments, "--resume", "auto", run_dir=folder, **run.options)
-        assert resumed.status == 0, resumed.output
+        finished(*run.arguments, "--resume", "auto", run_dir=folder, **run.options)
         for part, weights_of_part in of_run.items():
             again = load_file(tmp_path / "run" / part / file)
             assert all(torch.equal(weights_of_part[key], again[key]) for key in weights_of_part)
@@ -394,8 +389,7 @@ def test_signal_amid_evaluation_of_averages_restores_the_weights():
 
 def test_train_limit_bounds_what_run_and_check_read(called, tmp_path):
     job = (*JOB, *ONCE, "--max-steps", "1", "--train-limit", "10%")
-    run = accel_sft(*job, run_dir=tmp_path / "run")
-    assert run.status == 0, run.output
+    run = finished(*job, run_dir=tmp_path / "run")
     assert "--train-limit 10%: 50 of 500 examples" in run.output
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["config"]["train_limit"] == "10%"
@@ -440,6 +434,5 @@ atexit.register(lambda: pathlib.Path("HERE", os.environ["RANK"]).touch())
 
 def test_finished_ranks_run_exit_handlers_and_skip_the_teardown(tmp_path):
     task = own_task(tmp_path, ENDING.replace("HERE", str(tmp_path)))
-    run = accel_sft(task, "--dry-run", *JOB[1:], yaml="ddp", real=True)
-    assert run.status == 0, run.output
+    finished(task, "--dry-run", *JOB[1:], yaml="ddp", real=True)
     assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}
