@@ -203,7 +203,8 @@ def shipped() -> dict[str, Path]:
 
 def launch_of_yaml(path: str | Path, *flags: str) -> Launch:
     """The launch that `accelerate launch --config_file PATH FLAGS` would start here, read from the environment that its
-    first rank would get. Raises UserError if the launcher would refuse it. It calls accelerate's own functions, which import torch."""
+    first rank would get. Raises UserError if the launcher would refuse it. It calls accelerate's own functions, which
+    import torch."""
     if _read_yaml(Path(path))[1].get("mixed_precision") is False:
         raise UserError(f"launch file {path}: mixed_precision: write 'no' in quotes: YAML reads a bare no as false")
     command = ["accelerate", "launch", "--config_file", str(path), *flags]

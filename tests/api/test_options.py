@@ -40,7 +40,6 @@ def test_a_setting_reads_its_field():
     [
         ({"many": 0}, "--many 0: must be at least 1"),
         ({"many": 10}, "--many 10: must be at most 9"),
-        ({"many": 3.0}, "--many 3.0: expected a whole number"),
         ({"many": True}, "--many True: expected a whole number"),
         ({"rate": "x"}, "--rate 'x': expected a number"),
         ({"rate": math.inf}, "--rate inf: not a finite number"),
@@ -49,7 +48,6 @@ def test_a_setting_reads_its_field():
         ({"style": "x" * 99}, f"--style '{'x' * 80}'...: not one of plain, fancy"),
         ({"file_name": "a\0"}, "--file-name 'a\\x00': has NUL or bytes that are not UTF-8; remove them"),
         ({"file_name": "\udcff"}, "--file-name '\\udcff': has NUL or bytes that are not UTF-8; remove them"),
-        ({"many": [1]}, "--many (list): expected a whole number"),
         ({"many": 1 << 20_000}, "--many: a number of 20001 bits; the maximum is 63"),
         ({"loud": 1}, "--loud 1: expected true or false"),
         ({"file_name": None}, "--file-name: a value is needed"),
@@ -59,13 +57,8 @@ def test_a_value_out_of_its_definition_is_told_by_flag(values, expected):
     assert flags_of(**values) == [expected]
 
 
-def test_what_is_within_the_definition_is_no_problem():
-    assert flags_of() == []
-    assert flags_of(many=1, rate=2, style="fancy", loud=True) == []
-    assert flags_of(many=9, rate=0.0) == []
-
-
-def test_all_problems_are_told_together():
+def test_what_is_within_the_definition_is_no_problem_and_all_else_is_told():
+    assert flags_of() == flags_of(many=9, rate=0.0, style="fancy", loud=True) == []
     assert len(flags_of(many=0, rate=-1, style="odd", loud="yes")) == 4
 
 

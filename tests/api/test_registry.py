@@ -29,7 +29,8 @@ def changed(old, new, source=GOOD):
 
 
 def test_good_plugin_is_listed_unimported_and_loaded_by_name(site):
-    install(site, "accel-sft-good", "good = accel_sft_good:Good")
+    wider = changed("def target(self, example)", "@staticmethod\n    def target(example, *rest, more=1)")
+    install(site, "accel-sft-good", "good = accel_sft_good:Good", wider)  # static methods keep the contract too
     assert registry.names() == {"good": "accel-sft-good sums up"}
     assert "accel_sft_good" not in sys.modules
     cls = registry.load("good")
@@ -70,14 +71,12 @@ CONTRACT_FAULTS = {
         "score does not accept the trainer's call score(self, example, text): too many positional arguments",
     ),
     "a method that is a value": ("    def target(self", "    target = 3\n    def other(self", "target does not accept"),
-    "empty main metric": ('main_metric = "accuracy"', 'main_metric = ""', "main_metric is missing, empty or not a str"),
     "main metric as a field": ('main_metric = "accuracy"', 'main_metric: str = "accuracy"', "main_metric has a type"),
     "direction of a wrong type": (
         'main_metric = "accuracy"',
         'main_metric = "accuracy"\n    higher_is_better = "no"',
         "higher_is_better is missing, empty or not a bool",
     ),
-    "option of a type no flag has": ("limit: float | None", "limit: list[int]", "an option is a str, int, float or"),
     **{  # the trainer's, those of every command, what names the task in a file, and the task's own
         f"the option --{name}": ("    size: int", f"    {name.replace('-', '_')}: int", f"--{name}: the trainer or the")
         for name in ("seed", "no-debug", "help-all", "task", "no-shout")
@@ -91,12 +90,6 @@ CONTRACT_FAULTS = {
 def test_what_breaks_the_contract(site, old, new, cause):
     install(site, "p-contract", "bad = p_contract:Good", changed(old, new))
     assert cause in fault_of("bad")
-
-
-def test_static_methods_and_wider_signatures_keep_the_contract(site):
-    source = changed("def target(self, example)", "@staticmethod\n    def target(example, *rest, more=1)")
-    install(site, "p-static", "fine = p_static:Good", source)
-    assert registry.load("fine")
 
 
 def test_shipped_tasks_keep_their_names(site):

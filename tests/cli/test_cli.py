@@ -13,7 +13,7 @@ import click
 import click.testing
 import pytest
 from fake_plugins import GOOD, accel_sft, install, only_plugins_of
-from places import CONFIGS, launcher
+from places import CONFIGS
 
 from accel_sft.__main__ import main
 from accel_sft.api import registry
@@ -121,12 +121,7 @@ def test_wrong_words_get_one_hint(run, words, status, message):
 def test_task_help_groups_the_options_by_section(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     text = run("good", "--help-all").stdout
-    for heading, flag in (
-        ("Task good", "--size INTEGER"),
-        ("Looks", "--style plain|fancy"),
-        ("Optimisation", "--learning-rate NUMBER"),
-        ("Run", "--config FILE"),
-    ):
+    for heading, flag in (("Task good", "--size INTEGER"), ("Looks", "--style plain|fancy"), ("Run", "--config FILE")):
         assert flag in text.split(f"\n{heading}:\n")[1].split("\n\n")[0]
     assert re.search(r"--learning-rate .*default: 2e-05, 0.0002 for an adapter, 0.002 for tiny", text)
     assert "--shout / --no-shout" in text
@@ -231,10 +226,8 @@ def test_all_problems_are_told_at_once_each_naming_its_flag(run, site, tmp_path)
 
 
 def test_lora_options_without_an_adapter_are_refused(run):
-    result = run("good", "--lora-r", "8")  # also if it is the default
-    assert result.returncode == 1
-    refused = "Error: --lora-r: --adapter none trains all weights; add --adapter lora, or leave it out"
-    assert result.stderr.splitlines() == [refused]
+    refused = "Error: --lora-r: --adapter none trains all weights; add --adapter lora, or leave it out\n"
+    assert run("good", "--lora-r", "8").stderr == refused  # also if it is the default
     assert handed_over(run("good", "--lora-r", "8", "--adapter", "lora"))["config"]["lora_r"] == 8
 
 
@@ -272,17 +265,8 @@ def test_an_option_without_default_must_be_given(site, run):
     install(site, "p-required", "needy = p_required:Good", SOURCE_WITH_NEED)
     result = run("needy")
     assert (result.returncode, result.stderr) == (1, "Error: --size: a value is needed\n")
-    assert run("needy", "--size", "x").stderr == "Error: --size 'x': expected a whole number\n"
     assert "required" in run("needy", "--help").stdout
     assert handed_over(run("needy", "--size", "4"))["options"]["size"] == 4
-
-
-def test_evaluate_takes_the_options_that_matter_without_training(run, site):
-    got = handed_over(run("evaluate", "good", "--model", "m", "--base", "b", "--size", "4"))
-    assert (got["config"]["model"], got["config"]["base"], got["options"]["size"]) == ("m", "b", 4)
-    text = run("evaluate", "--help").stdout
-    assert "good" in text
-    assert text.rstrip().endswith("Options: accel-sft evaluate TASK --help")
 
 
 @pytest.mark.parametrize("name", TOOLS)
@@ -370,24 +354,6 @@ def test_wrong_option_is_printed_once_by_the_ranks(site, tmp_path):
     assert without_torchrun.stderr == "[rank 3] Error: no data\n"
 
 
-def test_rank_failing_under_the_launcher_is_the_root_cause(site, tmp_path):
-    body = """
-        import torch.distributed
-        torch.distributed.init_process_group("gloo")
-        if torch.distributed.get_rank() == 1:
-            raise UserError("the disk of rank one is full")
-        torch.distributed.barrier()
-        """.strip()
-    failing(site, body)
-    command = launcher("ddp", "-m", "accel_sft", "fail")
-    result = subprocess.run(command, env=with_tasks(site), capture_output=True, text=True, check=False)
-    assert result.returncode != 0
-    assert result.stderr.count("Error: the disk of rank one is full\n") == 1
-    root_cause = result.stderr.split("Root Cause")[1]
-    assert "rank      : 1" in root_cause
-    assert "traceback : the disk of rank one is full" in root_cause
-
-
 @pytest.mark.parametrize(
     ("statement", "status"),
     [
@@ -417,12 +383,9 @@ def test_any_language_prints_under_any_encoding(site):
 # Launch files
 
 
-def test_a_launch_file_is_printed_as_it_is(run):
+def test_launch_files_are_printed_and_listed_with_their_purpose(run):
     for name, file in (("z2", "z2.yaml"), ("z2.yaml", "z2.yaml"), ("z3_twin_flow.json", "z3_twin_flow.json")):
         assert run("launch-file", name).stdout == (CONFIGS / file).read_text(encoding="utf-8")
-
-
-def test_launch_files_are_listed_with_their_purpose(run):
     listed = dict(line.split(maxsplit=1) for line in run("launch-file").stdout.splitlines())
     assert listed.keys() == {path.stem for path in CONFIGS.glob("*.yaml")}
     assert all(30 < len(purpose) <= 105 and purpose.endswith(".") for purpose in listed.values()), listed
@@ -471,15 +434,11 @@ def test_a_new_task_in_one_file_runs_as_it_stands(run, tmp_path, monkeypatch):
     assert "even_odd.py: is there already" in run("new-task", "even-odd", "--file").stderr
 
 
-@pytest.mark.parametrize("name", ["math", "good", "tasks", "Upper", "../up"])
-def test_a_new_task_needs_a_name_of_its_own(tmp_path, run, name):
+@pytest.mark.parametrize("name", ["math", "good", "tasks", "../up"])
+def test_a_new_task_needs_a_name_of_its_own_and_overwrites_nothing(tmp_path, run, name):
     result = run("new-task", "--", name, str(tmp_path / "new"))
-    assert result.returncode == 1
-    assert "NAME" in result.stderr
+    assert (result.returncode, "NAME" in result.stderr) == (1, True)
     assert not (tmp_path / "new").exists()
-
-
-def test_a_new_task_overwrites_nothing(tmp_path, run):
     (tmp_path / "mine.txt").write_text("", encoding="utf-8")
     assert "is there already" in run("new-task", "fresh", str(tmp_path)).stderr
     assert "cannot be written" in run("new-task", "fresh", str(tmp_path / "mine.txt" / "x")).stderr

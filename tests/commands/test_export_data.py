@@ -91,8 +91,6 @@ def test_the_command_writes_a_folder_that_is_new(called, tmp_path):
     note, *lines = done.output.splitlines()
     assert note == "any two integers with the asked sum are right; the expected answer is one of them"
     assert lines == [f"{tmp_path}/rows/train.jsonl: 20 rows", f"{tmp_path}/rows/validation.jsonl: 3 rows"]
-    first = json.loads((tmp_path / "rows" / "train.jsonl").read_text().splitlines()[0])
-    assert [turn["role"] for turn in first["messages"]] == ["system", "user", "assistant"]
     again = called(*arguments)
     assert again.status == 1
     assert re.fullmatch("Error: .*rows: not empty; name another folder.*\n", again.output)

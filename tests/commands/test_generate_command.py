@@ -15,7 +15,7 @@ import time
 
 import pytest
 import torch
-from conftest import accel_sft
+from conftest import accel_sft, finished
 from families import FAMILIES
 from limits import limit
 from reference_job import layout
@@ -47,8 +47,7 @@ def test_prompts_file_is_answered_as_in_the_run(run, called, tmp_path):
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": sample["prompt"]}) + "\n" for sample in after))
     files = ("--file", str(prompts), "--output", str(output))
-    done = accel_sft("generate", str(run.run_dir / "final"), *files, "--base", "auto")
-    assert done.status == 0, done.output
+    done = finished("generate", str(run.run_dir / "final"), *files, "--base", "auto")
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["generated"] for row in rows] == [sample["generated"] for sample in after]
     assert [row["base"] for row in rows] == [sample["generated"] for sample in before]
@@ -60,8 +59,7 @@ def test_prompts_file_is_answered_as_in_the_run(run, called, tmp_path):
 
 def test_prompt_is_answered_by_the_best_weights(run):
     sample = json.loads((run.run_dir / "samples/step-000006.jsonl").read_text().splitlines()[0])
-    done = accel_sft("generate", str(run.run_dir), sample["prompt"])
-    assert done.status == 0, done.output
+    done = finished("generate", str(run.run_dir), sample["prompt"])
     assert f"model  {run.run_dir / 'best'}\n" in done.output
     assert f"note: this run's best/ weights are taken; for those of its last step name {run.run_dir}" in done.output
 
@@ -122,14 +120,15 @@ def exported(tiny, tmp_path_factory):
     words = ("--model", str(folder / "base"), "--train-file", str(folder / "rows.jsonl"), "--max-steps", "1")
     words += ("--eval-every", "off", "--save-every", "off", "--dtype", "bfloat16")
     words += ("--thinking", "off", "--system-prompt", "As a pirate:\n---\nyes")
-    run = accel_sft("chat", *words, run_dir=folder / "run")
-    assert run.status == 0, run.output[-3000:]
+    run = finished("chat", *words, run_dir=folder / "run")
     shutil.copytree(run.run_dir / "final", folder / "copied")
     return run, folder / "copied"
 
 
 def test_copied_weights_are_asked_as_in_their_run(exported, called):
     run, copied = exported
+    assert (copied / "tokenizer.model").read_bytes() == b"pieces"
+    assert "--dtype bfloat16: weights in 16 bits lose small updates: leave" in " ".join(run.output.split())
     (mine, theirs) = (Trained(str(folder)) for folder in (copied, run.run_dir))
     config = EvaluateConfig(model=str(copied))
     assert mine.settings(config) == theirs.settings(config)
@@ -142,15 +141,6 @@ def test_copied_weights_are_asked_as_in_their_run(exported, called):
     assert "system-prompt As a pirate:" in shown.output
     refused = called("evaluate", "chat", "--model", str(copied), "--same-data", "--dry-run")
     assert f"--same-data: --model {copied} is not a run of chat" in refused.output
-
-
-def test_export_keeps_the_bases_sentencepiece_file(exported):
-    assert (exported[1] / "tokenizer.model").read_bytes() == b"pieces"
-
-
-def test_training_16_bit_weights_is_a_warning(exported):
-    line = "warning: --dtype bfloat16: weights in 16 bits lose small updates: leave --dtype out"
-    assert line in " ".join(exported[0].output.split())
 
 
 def test_several_ranks_are_refused(tiny):
@@ -234,19 +224,15 @@ def test_drawn_answers_follow_the_seed_and_top_1_is_greedy(tiny):
     chats = [Prompt([{"role": "user", "content": f"{number}="}]) for number in range(5)]
     greedy = answerer(tiny).answers(chats, 8)
     assert answerer(tiny, Sampling(temperature=3.0, top_k=1)).answers(chats, 8) == greedy
+    written = []
+    assert answerer(tiny).stream(chats[0].turns, 8, written.append) == greedy[0]
+    assert "".join(written) == greedy[0].text
     drawing, drawn = answerer(tiny, Sampling(temperature=3.0)), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         drawn.append(drawing.answers(chats, 8))
     assert drawn[0] == drawn[1] != drawn[2]
     assert "because tokens are sampled" in drawing.generator.message
-
-
-def test_streamed_answer_is_that_of_a_file(tiny):
-    mine, written = answerer(tiny), []
-    streamed = mine.stream(QUESTION, 12, written.append)
-    assert streamed == mine.answers([Prompt(QUESTION)], 12)[0]
-    assert "".join(written) == streamed.text
 
 
 @pytest.mark.parametrize(("thinking", "end"), [("off", "</think>\n\n"), ("template", "<think>\n")])

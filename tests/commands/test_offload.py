@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import accel_sft
+from conftest import finished
 from reference_job import layout
 from weights import answerer
 
@@ -43,11 +43,10 @@ def test_an_adapter_is_to_be_merged_first(adapter):
 
 def test_scores_with_weights_on_the_disk_are_the_runs_own(launched, tmp_path):
     run = layout(launched, "plain")
-    done = accel_sft(
+    done = finished(
         *("evaluate", "math", "--model", str(run.run_dir / "final"), "--offload", "disk", "--same-data"),
         run_dir=tmp_path / "offloaded",
     )
-    assert done.status == 0, done.output
     assert "offloaded parts of the model: 1 on the disk" in done.output
     alone, own = done.result()["after"], run.result()["after"]
     for name in ("accuracy", "eval_loss"):

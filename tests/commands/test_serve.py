@@ -7,7 +7,7 @@ import shlex
 import shutil
 
 import pytest
-from conftest import accel_sft
+from conftest import accel_sft, finished
 from reference_job import layout
 from safetensors.torch import load_file, save_file
 from tampering import edit_json
@@ -41,8 +41,7 @@ def program(tmp_path):
 
 
 def test_run_is_served_in_its_precision_by_its_name(run, program):
-    done = accel_sft("serve", str(run), "--program", str(program), "--port", "8123", "--", "--max-num-seqs", "16")
-    assert done.status == 0, done.output
+    done = finished("serve", str(run), "--program", str(program), "--port", "8123", "--", "--max-num-seqs", "16")
     words = ["serve", str(run / "best"), "--served-model-name", run.name, "--dtype", "float32", "--generation-config"]
     words += ["vllm", "--host", "127.0.0.1", "--port", "8123", "--max-num-seqs", "16"]
     assert "\n".join([str(program), *words]) in done.output
@@ -126,16 +125,14 @@ def test_what_cannot_be_served_or_converted_is_one_line(run, called, words, prob
 def test_gguf_file_is_written_by_the_named_converter(run, adapter, tmp_path):
     converter, file = tmp_path / "convert_hf_to_gguf.py", tmp_path / "m.gguf"
     converter.write_text(CONVERTS)
-    whole = accel_sft("merge", str(run), "--gguf", str(file), "--converter", str(tmp_path))
-    assert whole.status == 0, whole.output
+    finished("merge", str(run), "--gguf", str(file), "--converter", str(tmp_path))
     assert "model.safetensors" in file.read_text()
     assert file.read_text().endswith("auto")
     again = accel_sft("merge", str(run), "--gguf", str(file), "--converter", str(tmp_path))
     assert f"--gguf {file}: is there already; name a new file" in again.output
     merged = tmp_path / "n.gguf"
     arguments = ("--gguf-type", "f32", "--converter", str(converter))
-    done = accel_sft("merge", str(adapter), "--gguf", str(merged), *arguments)
-    assert done.status == 0, done.output
+    finished("merge", str(adapter), "--gguf", str(merged), *arguments)
     assert "adapter_config.json" not in merged.read_text()
     assert merged.read_text().endswith("f32")
     none = tmp_path / "o.gguf"
@@ -150,7 +147,6 @@ def test_merging_into_folder_and_gguf_makes_no_third_folder(adapter, tmp_path):
     place.mkdir()
     converter.write_text(CONVERTS.replace("weights.iterdir()", "target.parent.parent.iterdir()"))
     words = (str(tmp_path / "out"), "--gguf", str(place / "m.gguf"), "--converter", str(converter))
-    done = accel_sft("merge", str(adapter), *words)
-    assert done.status == 0, done.output
+    finished("merge", str(adapter), *words)
     (own_folder,) = (place / "m.gguf").read_text().split()[:-1]
     assert own_folder.startswith(".m.gguf.")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import accel_sft
+from conftest import finished
 from places import launcher
 
 JOB = ("math", "--max-steps", "100", "--global-batch-size", "10", "--train-examples", "60", "--eval-every", "off")
@@ -68,8 +68,7 @@ def test_lost_folder_ends_run_and_resume_continues(tmp_path, yaml, fault, messag
     if fault == GONE:
         (tmp_path / "run-elsewhere").rename(run_dir)
     if yaml is None:
-        resumed = accel_sft(*JOB, "--resume", "auto", run_dir=run_dir)
-        assert resumed.status == 0, resumed.output
+        resumed = finished(*JOB, "--resume", "auto", run_dir=run_dir)
         assert f"resumed {run_dir / 'checkpoints' / 'step-000020'} at step 20 of 100" in resumed.output
         assert [line["step"] for line in resumed.lines()] == list(range(1, 101))
 
@@ -81,7 +80,6 @@ def test_files_cut_off_by_a_kill_are_taken_away(tmp_path):
         for name in names:
             (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
             (run_dir / name).write_text("{")
-        run = accel_sft(*once, "--resume", "auto", run_dir=run_dir)
-        assert run.status == 0, run.output
+        run = finished(*once, "--resume", "auto", run_dir=run_dir)
         assert ("is finished" in run.output) == (names == later)
         assert not list(run_dir.rglob(".*"))

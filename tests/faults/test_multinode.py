@@ -12,13 +12,12 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import psutil
 import pytest
 import scripts
 import torch
 from limits import wait_for
 from places import CONFIGS, ROOT
-from stopping import JOB, STEPS, ranks, steps_done, whole
+from stopping import JOB, STEPS, background, ranks, steps_done, whole
 
 from accel_sft.launch.start import differing_versions
 from accel_sft.resilience import exit, peers
@@ -43,25 +42,15 @@ MACHINES = {
 
 @contextlib.contextmanager
 def machines(launcher, run_dir):
-    """Two launchers, each of which is a machine with one rank; killed in the end with all that they started."""
+    """Two launchers, each of which is a machine with one rank."""
     environment = {**os.environ, **({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if launcher == "torchrun" else {})}
-    launches = []
-    for rank in ("0", "1"):
-        script, *words = (word.format(rank=rank) for word in MACHINES[launcher])
-        command = [str(SCRIPTS / script), *words, "-m", "accel_sft", *JOB, "--output-dir", str(run_dir)]
-        with open(f"{run_dir}-{rank}.log", "wb") as log:
-            launches.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
-        launches[-1].family = []
-    try:
+    with contextlib.ExitStack() as stack:
+        launches = []
+        for rank in ("0", "1"):
+            script, *words = (word.format(rank=rank) for word in MACHINES[launcher])
+            command = [str(SCRIPTS / script), *words, "-m", "accel_sft", *JOB, "--output-dir", str(run_dir)]
+            launches.append(stack.enter_context(background(command, f"{run_dir}-{rank}.log", env=environment)))
         yield launches
-    finally:
-        for launch in launches:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for process in [*launch.family, *psutil.Process(launch.pid).children(recursive=True)]:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
-            launch.kill()
-            launch.wait()
 
 
 MACHINES_OF_ONE_RANK = """

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
-from conftest import accel_sft
+from conftest import accel_sft, finished
+from reference_job import own_task
 from safetensors.torch import load_file
 
 from accel_sft import UserError
@@ -16,49 +18,36 @@ from accel_sft.resilience.anomalies import MOST_IN_A_ROW, Anomalies
 BAD = 13
 """Index of the example whose rank spoils the step it is in."""
 SPOILED = """
-import math
-from dataclasses import dataclass
+def __post_init__(self):
+    from accel_sft.training import step
 
-import torch
+    nll_sum, batch_of, seen = step.nll_sum, step.Batching.batch, []
 
-import accel_sft.training.step
-from accel_sft_math import Math as Shipped
+    def batch(batching, rows, *rest):
+        seen[:] = [any(row.index == 13 for row in rows)]
+        return batch_of(batching, rows, *rest)
 
-nll_sum, batch_of = accel_sft.training.step.nll_sum, accel_sft.training.step.Batching.batch
+    def nll(model, forward):
+        spoils = seen[0] and model.training and torch.is_grad_enabled()
+        return nll_sum(model, forward) + (float("inf") if spoils else 0.0)
 
-@dataclass(kw_only=True)
-class Spoiled(Shipped):
-    \"\"\"Math with an example that spoils the loss, though not the gradients, of whatever forward it is in.\"\"\"
-
-    def __post_init__(self):
-        seen = []
-
-        def batch(batching, rows, *rest):
-            seen[:] = [any(row.index == 13 for row in rows)]
-            return batch_of(batching, rows, *rest)
-
-        def nll(model, forward):
-            spoils = seen[0] and model.training and torch.is_grad_enabled()
-            return nll_sum(model, forward) + (math.inf if spoils else 0.0)
-
-        accel_sft.training.step.Batching.batch, accel_sft.training.step.nll_sum = batch, nll
+    step.Batching.batch, step.nll_sum = batch, nll
 """
+"""An example spoils the loss, though not the gradients, of whatever forward it is in."""
 JOB = ("--max-steps", "8", "--global-batch-size", "10", "--train-examples", "40", "--seed", "7", "--save-every", "50")
 JOB += ("--validation-examples", "7", "--eval-every", "off", "--micro-batch-size", "5")
 
 
 # laws/test_layouts.py makes such steps, by loss and by gradient, under every launch
 def test_nonfinite_step_stops_the_run_which_may_leave_it_out(tmp_path):
-    (tmp_path / "own.py").write_text(SPOILED)
-    run = accel_sft(f"{tmp_path}/own.py:Spoiled", *JOB, run_dir=tmp_path / "run")
+    run = accel_sft(own_task(tmp_path, SPOILED), *JOB, run_dir=tmp_path / "run")
     assert run.status == 1
     (record,) = map(json.loads, (run.run_dir / "nonfinite.jsonl").read_text().splitlines())
     assert f"step {record['step']}: the loss is inf, and the step was not applied" in run.output
     assert (record["loss"], len(record["examples"]), BAD in record["examples"]) == (None, 10, True)
     assert run.result()["status"] == "failed"
     assert not (run.run_dir / "final").exists()
-    again = accel_sft(*run.arguments, "--resume", "auto", "--on-nonfinite", "skip", run_dir=run.run_dir)
-    assert again.status == 0, again.output
+    again = finished(*run.arguments, "--resume", "auto", "--on-nonfinite", "skip", run_dir=run.run_dir)
     assert again.result()["steps_left_out"] == 2
     assert "2 of 8 steps were not finite and left out" in again.output
     steps = {json.loads(line)["step"] for line in (run.run_dir / "nonfinite.jsonl").read_text().splitlines()}
@@ -69,34 +58,25 @@ def test_nonfinite_step_stops_the_run_which_may_leave_it_out(tmp_path):
     assert all(tensor.isfinite().all() for tensor in final.values())
 
 
-class Example:
-    def __init__(self, index):
-        self.index = index
-
-
-def health(tmp_path, said, on_nonfinite="stop"):
-    return Anomalies(RunDir(tmp_path), on_nonfinite, "no", said.append, writes=True)
-
-
 def test_a_run_that_only_leaves_out_ends(tmp_path):
     said = []
-    watched = health(tmp_path, said, on_nonfinite="skip")
+    watched = Anomalies(RunDir(tmp_path), "skip", "no", said.append, writes=True)
     for step in range(1, MOST_IN_A_ROW):
-        watched.look(step, math.nan, math.nan, [Example(3)])
+        watched.look(step, math.nan, math.nan, [SimpleNamespace(index=3)])
     with pytest.raises(UserError, match=f"the {MOST_IN_A_ROW}th in a row"):
-        watched.look(MOST_IN_A_ROW, math.nan, math.nan, [Example(3)])
+        watched.look(MOST_IN_A_ROW, math.nan, math.nan, [SimpleNamespace(index=3)])
     assert len(said) == MOST_IN_A_ROW - 1
 
 
 def test_records_that_were_damaged_are_dropped_at_a_resume(tmp_path):
     file = RunDir(tmp_path).nonfinite
     file.write_text('{"step": 3}\n{"step": 9}\n{"step": 1e999}\n{"st\n' + "[" * 100_000 + "\n")
-    health(tmp_path, []).rewind(5)
+    Anomalies(RunDir(tmp_path), "stop", "no", print, writes=True).rewind(5)
     assert file.read_text() == '{"step": 3}\n'
 
 
 def test_an_overflow_under_fp16_is_the_search_for_its_scale(tmp_path):
     watched = Anomalies(RunDir(tmp_path), "stop", "fp16", print, writes=True)
-    watched.look(1, 2.0, math.inf, [Example(1)])
+    watched.look(1, 2.0, math.inf, [SimpleNamespace(index=1)])
     with pytest.raises(UserError, match="the loss is nan"):
-        watched.look(2, math.nan, math.inf, [Example(1)])
+        watched.look(2, math.nan, math.inf, [SimpleNamespace(index=1)])

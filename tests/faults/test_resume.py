@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import accel_sft, stopped
+from conftest import accel_sft, finished, stopped
 from reference_job import FP32, JOB, layout, resumed, same_curve
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -13,8 +13,7 @@ LONG = pytest.mark.long
 def test_run_resumes_under_another_launch_with_one_curve(launched, tmp_path):
     whole = layout(launched, "plain")
     arguments = (*whole.arguments, "--resume", "auto", "--micro-batch-size", "1")
-    again = accel_sft(*arguments, run_dir=stopped(whole, tmp_path / "run", 3), yaml="z3", launcher=FP32)
-    assert again.status == 0, again.output
+    again = finished(*arguments, run_dir=stopped(whole, tmp_path / "run", 3), yaml="z3", launcher=FP32)
     layouts = "ranks 1, now 2; backend no, now deepspeed; zero stage none, now 3"
     assert f"at step 3 of 6; written under another layout ({layouts})" in " ".join(again.output.split())
     same_curve(whole.lines(), again.lines())
@@ -65,7 +64,6 @@ def test_resumed_run_has_the_end_best_and_curves_of_unstopped(launched, tmp_path
 def test_compiled_blocks_resume_bit_for_bit(tmp_path, yaml):
     options = {"yaml": yaml, "launcher": ("--mixed_precision", "bf16")} if yaml else {}
     job = (*JOB, "--save-every", "3", "--eval-every", "off", "--compile")
-    whole = accel_sft(*job, run_dir=tmp_path / "whole", **options)
-    assert whole.status == 0, whole.output
+    whole = finished(*job, run_dir=tmp_path / "whole", **options)
     again = resumed(whole, stopped(whole, tmp_path / "run", 3), *job)
     assert "at step 3 of 6" in again.output

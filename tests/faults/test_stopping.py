@@ -15,7 +15,7 @@ import time
 import psutil
 import pytest
 import scripts
-from conftest import accel_sft
+from conftest import finished
 from limits import limit, wait_for
 from reference_job import layout, same_weights
 from stopping import JOB, LAUNCHES, ranks, started, steps_done, whole
@@ -62,34 +62,45 @@ def test_signal_ends_the_step_with_a_resumable_checkpoint(launched, tmp_path, na
     assert (latest := run_dir / "checkpoints" / "latest").read_text() == f"step-{step:06d}\n"
     if step < 5:  # the trace comes after the checkpoint, as the launcher's 30 seconds may be too short for it
         assert all(latest.stat().st_mtime_ns < trace.stat().st_mtime_ns for trace in (run_dir / "profile").iterdir())
-    resumed = accel_sft(*run.arguments, "--resume", "auto", run_dir=run_dir, **run.options)
-    assert resumed.status == 0, resumed.output
+    finished(*run.arguments, "--resume", "auto", run_dir=run_dir, **run.options)
     same_end(run, run_dir)
 
 
-ANSWERING = """
+PATCHED = """
 import os, signal
 from accel_sft.launch.environment import prepare_environment
 
 prepare_environment()
 from accel_sft.__main__ import main
+from accel_sft.checkpoint import checkpoint
 from accel_sft.training.trainer import Trainer
 
-between_answers = Trainer.between_answers
+between_answers, export = Trainer.between_answers, checkpoint.export
 
 def told_to_stop(trainer):
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(os.getpid(), number)
     between_answers(trainer)
 
-Trainer.between_answers = told_to_stop
-main()
+def told_at_the_end(accelerator, model, tokenizer, folder, *more, **settings):
+    if folder.name == "final":
+        os.kill(os.getpid(), signal.SIGTERM)
+    export(accelerator, model, tokenizer, folder, *more, **settings)
+
 """
 
 
 def test_signal_ends_an_evaluation_unless_it_is_ignored(tmp_path):
     run_dir, few = tmp_path / "run", ("--validation-examples", "60", "--eval-batch-size", "1", "--max-steps", "2")
-    command = [sys.executable, "-c", ANSWERING, *JOB, *few, "--output-dir", str(run_dir)]
+    command = [
+        sys.executable,
+        "-c",
+        f"{PATCHED}Trainer.between_answers = told_to_stop; main()",
+        *JOB,
+        *few,
+        "--output-dir",
+        str(run_dir),
+    ]
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for what a script starts in the background
     try:
         stopped = subprocess.run(command, capture_output=True, text=True)
@@ -98,34 +109,14 @@ def test_signal_ends_an_evaluation_unless_it_is_ignored(tmp_path):
     assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
     assert "stopped by SIGTERM after step 0, with a checkpoint" in stopped.stdout + stopped.stderr
     assert not (run_dir / "metrics.jsonl").exists()
-    resumed = accel_sft(*JOB, *few, "--resume", "auto", run_dir=run_dir)
-    assert resumed.status == 0, resumed.output
+    resumed = finished(*JOB, *few, "--resume", "auto", run_dir=run_dir)
     assert [line["step"] for line in resumed.lines("eval_loss")] == [0, 2]
-
-
-ENDING = """
-import os, signal
-from accel_sft.launch.environment import prepare_environment
-
-prepare_environment()
-from accel_sft.checkpoint import checkpoint
-from accel_sft.__main__ import main
-
-export = checkpoint.export
-
-def told_to_stop(accelerator, model, tokenizer, folder, *more, **settings):
-    if folder.name == "final":
-        os.kill(os.getpid(), signal.SIGTERM)
-    export(accelerator, model, tokenizer, folder, *more, **settings)
-
-checkpoint.export = told_to_stop
-main()
-"""
 
 
 def test_a_signal_after_the_last_step_lets_the_run_finish(tmp_path):
     few = ("--max-steps", "1", "--eval-every", "off", "--output-dir", str(tmp_path / "run"))
-    done = subprocess.run([sys.executable, "-c", ENDING, *JOB, *few], capture_output=True, text=True)
+    program = f"{PATCHED}checkpoint.export = told_at_the_end; main()"
+    done = subprocess.run([sys.executable, "-c", program, *JOB, *few], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "SIGTERM: the run will write a checkpoint and end; a second signal ends it at once" in done.stdout
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "complete"
@@ -279,6 +270,8 @@ def test_folder_of_a_live_run_is_refused_until_it_ends(launched, tmp_path, calle
         assert refused.status == 1
         assert "another process is working in this folder" in refused.output
         process.kill()
+    before = (run_dir / "metrics.jsonl").read_bytes()
     again = called(*run.arguments, "--resume", "auto", run_dir=run_dir)
     assert (again.status, "is finished" in again.output) == (0, True)
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
     lock.release()

@@ -5,12 +5,12 @@ import json
 import fsdp2_on_cpu
 import pytest
 import yaml
-from conftest import accel_sft
+from conftest import finished
+from fsdp2_job import SHARDED
 from places import CONFIGS, SUPPORT
-from reference_job import JOB, ONCE
+from reference_job import FP32, JOB, ONCE, own_task
 
 from accel_sft.launch.accelerator import group_timeout
-from accel_sft.launch.collectives import any_rank, by_each_rank, first_reason, gather_numbers
 from accel_sft.launch.environment import usable_cores
 
 EXPECTED = {
@@ -45,8 +45,7 @@ def test_both_ranks_get_the_answer_that_all_of_them_make(one_world):
 def test_two_real_ranks_are_one_world(one_world):
     answer = json.loads((one_world / "launch.json").read_text())
     record, file = answer["record"], CONFIGS / "ddp.yaml"
-    assert record["processes"] == len(answer["weights"]) == 2
-    assert answer["weights"][0] == answer["weights"][1]
+    assert record["processes"] == 2
     assert answer["cudnn"] == ["1", False]  # its attention plans anew for each shape
     assert (record["precision"], record["yaml_path"], record["communication"]) == ("bf16", str(file), "gloo")
     assert yaml.safe_load(record["yaml"]) == yaml.safe_load(file.read_text())  # without its comments
@@ -54,18 +53,26 @@ def test_two_real_ranks_are_one_world(one_world):
     assert ", 2 processes, " in answer["line"]
 
 
-def test_one_process_agrees_with_itself():
-    assert by_each_rank(lambda: 3) == [3]
-    assert (first_reason("why"), first_reason(None)) == ("why", None)
-    assert any_rank(True)
-    assert not any_rank(False)
-    assert gather_numbers([1, 2.5]) == [[1.0, 2.5]]
-
-
 def test_hang_timeout_of_zero_limits_no_collective():
     hours = [group_timeout(seconds).total_seconds() / 3600 for seconds in (0, 600, 7200)]
     assert hours == [20 * 24, 1, 7500 / 3600]
     assert group_timeout(0).total_seconds() * 1000 < 2**31  # as torch's store counts
+
+
+TIMEOUTS = """
+def __post_init__(self):
+    import json
+    from torch.distributed.distributed_c10d import _world
+    from accel_sft.commands import train
+
+    def record_and_leave(leave=train.leave_together):
+        backends = [group._get_backend(torch.device("cpu")) for group in _world.pg_map]
+        seconds = [backend.options._timeout.total_seconds() for backend in backends]
+        pathlib.Path(__file__).with_name(f"timeouts-{os.environ['RANK']}").write_text(json.dumps(seconds))
+        leave()
+
+    train.leave_together = record_and_leave
+"""
 
 
 @pytest.mark.parametrize(
@@ -75,12 +82,9 @@ def test_hang_timeout_of_zero_limits_no_collective():
 def test_process_groups_outlast_the_hang_watch(tmp_path, file, ranks):
     if file == "hsdp" and not fsdp2_on_cpu.RUNS_HERE:
         pytest.skip("this torch's FSDP2 does not run on CPUs")
-    launcher = ("--mixed_precision", "no", "--num_processes", str(ranks))
-    environment = {"PYTHONPATH": str(SUPPORT), "OUT": str(tmp_path)}
-    job = (*JOB, *ONCE, "--max-steps", "1", "--hang-timeout", "7200")
-    options = {"yaml": file, "launcher": launcher, "environment": environment, "module": "group_timeouts"}
-    run = accel_sft(*job, run_dir=tmp_path / "run", **options)
-    assert run.status == 0, run.output
+    job = (own_task(tmp_path, TIMEOUTS), *JOB[1:], *ONCE, "--max-steps", "1", "--hang-timeout", "7200")
+    options = SHARDED | {"yaml": file, "launcher": (*FP32, "--num_processes", str(ranks))}
+    finished(*job, run_dir=tmp_path / "run", **options)
     for rank in range(ranks):
         timeouts = json.loads((tmp_path / f"timeouts-{rank}").read_text())
         assert len(timeouts) > 1  # the groups of the library that shards are among them

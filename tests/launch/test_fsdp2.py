@@ -7,7 +7,7 @@ import json
 import fsdp2_on_cpu
 import pytest
 import torch
-from conftest import accel_sft
+from conftest import finished
 from fsdp2_job import FP32, SHARDED, weights
 from reference_job import JOB, goes_on_to_the_same_bits, layout, same_curve
 
@@ -29,8 +29,7 @@ def test_fsdp2_adapter_has_the_usual_curve_and_exports_whole(launched):
 @pytest.mark.long
 def test_evaluate_gives_the_runs_own_numbers(launched, tmp_path):
     whole = launched("fsdp2 lora", *LORA, **SHARDED)
-    done = accel_sft("evaluate", "math", "--model", str(whole.run_dir), run_dir=tmp_path / "evaluation", **SHARDED)
-    assert done.status == 0, done.output
+    finished("evaluate", "math", "--model", str(whole.run_dir), run_dir=tmp_path / "evaluation", **SHARDED)
     alone, own = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"], whole.result()["after"]
     assert alone["eval_loss"] == pytest.approx(own["eval_loss"], rel=1e-5)
     for name in ("accuracy", "format_rate"):

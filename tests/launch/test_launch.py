@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import termios
 import textwrap
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.state import AcceleratorState
-from places import ROOT
+from places import CONFIGS, ROOT
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
@@ -32,7 +31,6 @@ from accel_sft.launch.audit import audit, refuse
 from accel_sft.launch.environment import threads_per_process, usable_cores
 from accel_sft.launch.info import launch_of_this_process, launch_of_yaml, read_launch
 
-SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 Z2 = {
     "compute_environment": "LOCAL_MACHINE",
     "distributed_type": "DEEPSPEED",
@@ -45,23 +43,9 @@ DDP = {key: value for key, value in Z2.items() if key != "deepspeed_config"} | {
 JSON = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}
 
 
-READ = re.compile(
-    "ACCELERATE_(MIXED_PRECISION|USE_(CPU|DEEPSPEED|FSDP|MEGATRON_LM|PARALLELISM_CONFIG)"
-    "|GRADIENT_(ACCUMULATION_STEPS|CLIPPING)"
-    "|DEEPSPEED_(ZERO_STAGE|OFFLOAD_(OPTIMIZER|PARAM)_DEVICE|ZERO3_SAVE_16BIT_MODEL|CONFIG_FILE))"
-    "|FSDP_(VERSION|OFFLOAD_PARAMS)|PARALLELISM_CONFIG_(DP_REPLICATE|DP_SHARD|TP|CP|SP)_SIZE"
-)
-"""What accel_sft reads of that which the launcher hands over."""
-
-
 def zero(**section):
     """A launch file of ZeRO with this section."""
     return Z2 | {"deepspeed_config": section}
-
-
-def of_the_launch(environment, *more):
-    """The variables that say how to train: addresses, ports and threads are the machine's."""
-    return {name: value for name, value in environment.items() if READ.fullmatch(name) or name in more}
 
 
 Z2_OFFLOAD = zero(zero_stage=2, offload_optimizer_device="cpu")
@@ -71,6 +55,11 @@ def written(folder, content, name="launch.yaml"):
     path = folder / name
     path.write_text(json.dumps(content) if name.endswith(".json") else yaml.safe_dump(content))
     return path
+
+
+def with_json(folder, content):
+    """A launch file that names a DeepSpeed JSON of this content."""
+    return zero(deepspeed_config_file=str(written(folder, content, "ds.json")))
 
 
 def lines(findings, level):
@@ -110,7 +99,7 @@ def built(monkeypatch):
     ],
 )
 def test_shipped_yaml_is_clean_and_what_its_name_says(name, backend, stage, optimizer, param, built):
-    path, flags, machines = ROOT / "accelerate_configs" / f"{name}.yaml", [], 1
+    path, flags, machines = CONFIGS / f"{name}.yaml", [], 1
     assert load_config_from_file(str(path)).num_processes == (4 if name == "hsdp" else 2)
     if name.startswith("multinode"):
         flags, machines = ["--machine_rank", "1", "--main_process_ip", "127.0.0.1"], 2
@@ -123,11 +112,8 @@ def test_shipped_yaml_is_clean_and_what_its_name_says(name, backend, stage, opti
     assert launch.sequence_ranks == (2 if name == "z3_sp" else 1)
     assert launch.tensor_ranks == (2 if name == "tp" else 1)
     assert launch.shards_weights == (name == "tp" or stage == 3 or backend == "fsdp")
-
-
-def test_every_shipped_yaml_is_tested():
     of_tests = test_shipped_yaml_is_clean_and_what_its_name_says.pytestmark[0].args[1]
-    assert {name for name, *_ in of_tests} == {path.stem for path in SHIPPED}
+    assert {name for name, *_ in of_tests} == {path.stem for path in CONFIGS.glob("*.yaml")}
 
 
 FSDP = DDP | {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
@@ -138,30 +124,22 @@ if os.environ.get("RANK", "0") == "0":
 """
 
 
-@pytest.mark.parametrize(
-    ("content", "flags", "world_size"),
-    [
-        pytest.param(Z2, ["--mixed_precision", "no"], 2, id="DeepSpeed with a JSON"),
-        pytest.param(DDP, ["--num_processes", "3"], 3, id="three processes", marks=pytest.mark.long),
-        pytest.param(DDP | {"distributed_type": "NO"}, [], 1, id="one process", marks=pytest.mark.long),
-    ],
-)
-def test_launch_read_from_yaml_equals_a_real_ranks(content, flags, world_size, tmp_path):
-    if content is Z2:
-        content = zero(deepspeed_config_file=str(written(tmp_path, JSON, "ds.json")))
-    path, script, answer = written(tmp_path, content), tmp_path / "rank.py", tmp_path / "answer.json"
+def test_launch_read_from_yaml_equals_a_real_ranks(tmp_path):
+    path = written(tmp_path, zero(deepspeed_config_file=str(written(tmp_path, JSON, "ds.json"))))
+    script, answer, flags = tmp_path / "rank.py", tmp_path / "answer.json", ["--mixed_precision", "no"]
     script.write_text(PRINTS)
     accelerate = Path(sysconfig.get_path("scripts"), "accelerate")
     command = [accelerate, "launch", "--config_file", path, "--main_process_port", "0", *flags, script, answer]
     subprocess.run(command, check=True, capture_output=True)
-    launch = launch_of_yaml(path, *flags)
-    ranks = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
-    assert of_the_launch(launch.environment, *ranks) == of_the_launch(json.loads(answer.read_text()), *ranks)
-    assert (launch.world_size, launch.machines) == (world_size, 1)
+    launch, real = launch_of_yaml(path, *flags), json.loads(answer.read_text())
+    read = r"ACCELERATE_(?!CONFIG_DS)|FSDP_|PARALLELISM_CONFIG_|(LOCAL_)?(WORLD_SIZE|RANK)$"
+    of_both = [{name: of[name] for name in of if re.match(read, name)} for of in (launch.environment, real)]
+    assert of_both[0] == of_both[1]
+    assert (launch.world_size, launch.machines) == (2, 1)
 
 
 def test_second_machine_numbers_its_ranks_after_the_first():
-    path = ROOT / "accelerate_configs" / "multinode_z3.yaml"
+    path = CONFIGS / "multinode_z3.yaml"
     flags = ["--num_processes", "8", "--machine_rank", "1", "--main_process_ip", "127.0.0.1"]
     launch = launch_of_yaml(path, *flags)
     assert (launch.world_size, launch.local_world_size, launch.machines) == (8, 4, 2)
@@ -188,25 +166,16 @@ def test_what_the_launcher_would_refuse_is_refused_in_a_line(case, tmp_path):
     assert len(raised.value.problems) == 1
 
 
-def test_flag_that_the_launcher_lacks_is_refused_in_a_line(tmp_path):
+@pytest.mark.parametrize("text", ["a: [", "[" * 5000], ids=["half", "deep"])
+def test_unreadable_launch_file_or_flag_is_named(text, tmp_path):
+    path = tmp_path / "launch.yaml"
+    path.write_text(text)
+    for file in (path, tmp_path / "none.yaml"):
+        with pytest.raises(UserError, match=f"{file}: cannot be read"):
+            launch_of_yaml(file)
     with pytest.raises(UserError, match=r"refuse it: .*error: argument --zero_stage.*: invalid int") as raised:
         launch_of_yaml(written(tmp_path, Z2), "--zero_stage", "two")
     assert "usage" not in str(raised.value)
-
-
-@pytest.mark.parametrize("text", [None, "a: [", "[" * 5000], ids=["none", "half", "deep"])
-def test_unreadable_launch_file_is_named(text, tmp_path):
-    path = tmp_path / "launch.yaml"
-    if text:
-        path.write_text(text)
-    with pytest.raises(UserError, match=r"launch\.yaml: cannot be read"):
-        launch_of_yaml(path)
-
-
-def test_command_line_wins(tmp_path, built):
-    launch = launch_of_yaml(written(tmp_path, Z2), "--mixed-precision=no", "--num_processes", "1")
-    assert launch.named_precision == ("no", "--mixed_precision")
-    assert audit(TrainConfig(), launch, devices=0) == []
 
 
 def test_nvme_path_is_read_where_the_launcher_forgets_it(tmp_path):
@@ -245,6 +214,15 @@ REFUSED_YAML = {
     "shared rows without DeepSpeed": (sized(DDP, sp=2), 2, "is not supported"),
     "rows shared by unequal groups": (sized(Z2, 3, sp=2), 0, "sp 2 over 3 ranks (deepspeed) is not supported"),
     "rows shared and groups": (sized(Z2, sp=2, dp_replicate=2), 0, "is not supported"),
+    "a size by flag": (
+        Z2,
+        0,
+        "_sp_size would be ignored in silence",
+        "--parallelism_config_sp_size 2",
+    ),
+    "fewer ranks than asked for": (DDP | {"distributed_type": "NO"}, 0, "2 processes asked for, 1 started: set dist"),
+    "packed rows that are shared": (sized(Z2, sp=2), 0, "--batching: under sequ", "", {"batching": "packed"}),
+    "several rows shared": (sized(Z2, sp=2), 0, "--micro-batch-size: under sequ", "", {"micro_batch_size": "4"}),
 }
 
 
@@ -268,12 +246,19 @@ REFUSED_JSON = {
     "removed": (JSON | {"curriculum_learning": {"enabled": True}}, "curriculum_learning is unknown: remove it"),
     "typo in an offload": (offloading(2, pin_memoy=True), "refuses zero_optimization.offload_optimizer.pin_memoy"),
     "data types in a word": (JSON | {"data_types": "fp32"}, "data_types: expected keys with values"),
+    "another precision by flag": (JSON | {"bf16": {"enabled": True}}, '"auto"', "--mixed_precision no"),
+    "an allreduce of shared rows": (
+        {"zero_optimization": {"stage": 3, "reduce_scatter": False}},
+        "reduce_scatter false: DeepSpeed would scale gradients by the size of parameters",
+        "",
+        {"sp": 2},
+    ),
 }
 
 
-def refused(folder, content, devices, expected):
+def refused(folder, content, devices, expected, flags="", settings=None):
     with pytest.raises(UserError, match=re.escape(expected)):
-        refuse(audited(folder, content, devices=devices))
+        refuse(audited(folder, content, *flags.split(), devices=devices, **(settings or {})))
 
 
 @pytest.mark.parametrize("case", REFUSED_YAML)
@@ -283,30 +268,9 @@ def test_launch_files_that_cannot_train_are_refused(case, tmp_path, built):
 
 @pytest.mark.parametrize("case", REFUSED_JSON)
 def test_deepspeed_json_that_cannot_train_is_refused(case, tmp_path, built):
-    content, expected = REFUSED_JSON[case]
-    refused(tmp_path, zero(deepspeed_config_file=str(written(tmp_path, content, "ds.json"))), 0, expected)
-
-
-def test_rows_shared_by_an_allreduce_are_refused(tmp_path, built):
-    file = written(tmp_path, {"zero_optimization": {"stage": 3, "reduce_scatter": False}}, "ds.json")
-    content = sized(zero(deepspeed_config_file=str(file)), sp=2)
-    refused(tmp_path, content, 0, "reduce_scatter false: DeepSpeed would scale gradients by the size of parameters")
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [({"batching": "packed"}, "--batching: under sequ"), ({"micro_batch_size": "4"}, "--micro-batch-size: under sequ")],
-)
-def test_rows_that_are_shared_are_computed_one_by_one(settings, expected, tmp_path, built):
-    content = sized(Z2, sp=2)
-    (line,) = lines(audited(tmp_path, content, **settings), "error")
-    assert line.startswith(expected)
-    assert lines(audited(tmp_path, content, batching="padded", micro_batch_size="1"), "error") == []
-
-
-def test_size_flag_that_the_launcher_forgets_is_an_error(tmp_path, built):
-    (line,) = lines(audited(tmp_path, Z2, "--parallelism_config_sp_size", "2"), "error")
-    assert "--parallelism_config_sp_size would be ignored in silence" in line
+    content, expected, flags, sizes = (*REFUSED_JSON[case], "", {})[:4]
+    launch = sized(with_json(tmp_path, content), **sizes) if sizes else with_json(tmp_path, content)
+    refused(tmp_path, launch, 0, expected, flags)
 
 
 def test_a_size_that_is_none_is_refused():
@@ -321,69 +285,38 @@ def test_all_errors_are_raised_together(tmp_path, built):
     assert len(raised.value.problems) == 3
 
 
+Z2_ACCUMULATES = zero(zero_stage=2, gradient_accumulation_steps=4)
 ZERO_PP = {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}
 WARNS = {
-    "accumulation": (
-        zero(zero_stage=2, gradient_accumulation_steps=4),
-        "",
-        "gradient_accumulation_steps 4 is not used",
-    ),
+    "accumulation": (Z2_ACCUMULATES, "", "gradient_accumulation_steps 4 is not used"),
     "compiler": (DDP | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "", "dynamo_backend INDUCTOR is not used"),
-    "clipping by flag": (
-        DDP,
-        "--gradient_clipping 0.1",
-        "gradient_clipping 0.1 is not used: remove it; --max-grad-norm",
-    ),
-}
-WARNS_JSON = {
+    "clipping by flag": (DDP, "--gradient_clipping 0.1", "gradient_clipping 0.1 is not used: remove it; --max-grad"),
     "batch": (JSON | {"train_batch_size": 64}, "train_batch_size 64 is not used"),
     "clipping in a word": (JSON | {"gradient_clipping": "x"}, "ds.json: gradient_clipping x is not used: remove it"),
     "precision": (JSON | {"bf16": {"enabled": False}}, "fixes the precision to no"),
     "exchange": (JSON | {"communication_data_type": "fp16"}, "communication_data_type fp16 makes gradients less"),
     "ZeRO++": (ZERO_PP, "zero_quantized_gradients true makes gradients less exact"),
 }
+"""A launch file and flags, or a DeepSpeed JSON, and the warning."""
 
 
-def warned(findings, expected):
+@pytest.mark.parametrize("case", WARNS)
+def test_launcher_settings_without_effect_are_named(case, tmp_path, built):
+    content, *flags, expected = WARNS[case]
+    content = content if flags else with_json(tmp_path, content)
+    findings = audited(tmp_path, content, *"".join(flags).split())
     assert lines(findings, "error") == []
     (line,) = lines(findings, "warning")
     assert expected in line
 
 
-@pytest.mark.parametrize("case", WARNS)
-def test_launcher_settings_without_effect_are_named(case, tmp_path, built):
-    content, flags, expected = WARNS[case]
-    warned(audited(tmp_path, content, *flags.split()), expected)
-
-
-@pytest.mark.parametrize("case", WARNS_JSON)
-def test_keys_of_a_json_without_effect_are_named(case, tmp_path, built):
-    content, expected = WARNS_JSON[case]
-    section = {"deepspeed_config_file": str(written(tmp_path, content, "ds.json"))}
-    warned(audited(tmp_path, zero(**section)), expected)
-
-
-def test_usual_launcher_settings_give_no_warning(tmp_path, built):
+def test_what_is_usual_gives_no_finding(tmp_path, built):
     flags = "--gradient_accumulation_steps 1 --gradient_clipping 0.5 --dynamo_backend no"
     assert audited(tmp_path, DDP, *flags.split(), max_grad_norm=0.5) == []
     assert audited(tmp_path, zero(zero_stage=2, gradient_clipping=1.0)) == []
-
-
-def test_disabled_sections_are_not_refused(tmp_path, built):
+    assert audited(tmp_path, sized(Z2, sp=2), batching="padded", micro_batch_size="1") == []
     for section in ({"enabled": False}, {}):
-        file = written(tmp_path, JSON | {"data_efficiency": section}, "ds.json")
-        assert lines(audited(tmp_path, zero(deepspeed_config_file=str(file))), "error") == []
-
-
-def test_json_beats_the_command_line_only_with_an_error(tmp_path, built):
-    file = written(tmp_path, JSON | {"bf16": {"enabled": True}}, "ds.json")
-    findings = audited(tmp_path, zero(deepspeed_config_file=str(file)), "--mixed_precision", "no")
-    assert any('"auto"' in line for line in lines(findings, "error")), findings
-
-
-def test_a_world_smaller_than_asked_for_is_an_error(tmp_path, built):
-    (line,) = lines(audited(tmp_path, DDP | {"distributed_type": "NO"}), "error")
-    assert "2 processes asked for, 1 started: set distributed_type to MULTI_GPU" in line
+        assert audited(tmp_path, with_json(tmp_path, JSON | {"data_efficiency": section})) == []
 
 
 def test_srun_without_a_launcher_is_a_warning(built):
@@ -396,13 +329,10 @@ def test_srun_without_a_launcher_is_a_warning(built):
     assert warned(SLURM_NTASKS="2") == warned(SLURM_STEP_NUM_TASKS="2", **ranks) == []
 
 
-def test_use_cpu_would_drop_deepspeed(tmp_path, built, monkeypatch):
+def test_use_cpu_drops_deepspeed_or_hides_gpus(tmp_path, built, monkeypatch):
+    assert "CUDA_VISIBLE_DEVICES" in lines(audited(tmp_path, DDP | {"use_cpu": True}, devices=2), "warning")[0]
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert "drop DeepSpeed" in lines(audited(tmp_path, Z2), "error")[0]
-
-
-def test_use_cpu_beside_gpus_is_a_warning(tmp_path, built):
-    assert "CUDA_VISIBLE_DEVICES" in lines(audited(tmp_path, DDP | {"use_cpu": True}, devices=2), "warning")[0]
 
 
 def test_missing_tools_are_named(tmp_path, monkeypatch):
@@ -645,34 +575,24 @@ def test_only_long_waits_are_reported_with_their_seconds(monkeypatch, capsys):
     assert re.fullmatch(r"(DeepSpeed compiles cpu_adam: \d s so far\n){2,3}", capsys.readouterr().out)
 
 
-def test_line_width_is_the_terminals_though_output_is_a_file(tmp_path, monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    ours, theirs = os.openpty()
-    termios.tcsetwinsize(theirs, (50, 121))
-    with open(theirs, "w") as stream, open(ours, "rb"):
-        monkeypatch.setattr(terminal, "_terminal", stream)
-        assert {len(line) for line in terminal.wrapped("four " * 24).splitlines()} == {119}
-
-
 LAUNCHER = ["/x/python3", "/x/bin/accelerate", "launch", "--config_file", "z 2.yaml", "-m", "accel_sft", "math"]
+AUTO = "--output-dir a --resume auto"
 
 
 @pytest.mark.parametrize(
     ("launcher", "typed", "output_dir", "expected"),
     [
-        (LAUNCHER, "", None, "/x/bin/accelerate launch --config_file 'z 2.yaml' -m accel_sft math --output-dir a"),
-        ([], "python -m accel_sft math", None, "python -m accel_sft math --output-dir a"),
-        ([], "/x/python bin/accel-sft math", None, "bin/accel-sft math --output-dir a"),
-        ([], "x --hf-token a --output-dir r", "r", "x --hf-token '***' --output-dir r"),
+        (LAUNCHER, "", None, f"/x/bin/accelerate launch --config_file 'z 2.yaml' -m accel_sft math {AUTO}"),
+        ([], "python -m accel_sft math", None, f"python -m accel_sft math {AUTO}"),
+        ([], "/x/python bin/accel-sft math", None, f"bin/accel-sft math {AUTO}"),
+        ([], "x --hf-token a --output-dir r", "r", "x --hf-token '***' --output-dir r --resume auto"),
+        ([], "x --resume=auto --output-dir r", "r", "x --resume=auto --output-dir r"),
     ],
 )
 def test_command_to_continue_a_run_is_its_first_command(launcher, typed, output_dir, expected, monkeypatch):
     monkeypatch.setattr(describe, "launcher_command", lambda: (launcher, Path()))
     monkeypatch.setattr(sys, "orig_argv", typed.split())
-    assert describe.resume_command(Path.cwd() / "a", output_dir) == f"{expected} --resume auto"
-    monkeypatch.setattr(sys, "orig_argv", ["x", "--resume=auto", "--output-dir", "r"])
-    monkeypatch.setattr(describe, "launcher_command", lambda: ([], Path()))
-    assert describe.resume_command(Path.cwd() / "a", "r") == "x --resume=auto --output-dir r"
+    assert describe.resume_command(Path.cwd() / "a", output_dir) == expected
 
 
 def test_under_torchrun_the_command_that_continues_a_run_is_torchruns(monkeypatch):

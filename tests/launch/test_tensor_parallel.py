@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from conftest import CUTS_WEIGHTS, accel_sft, stopped
+from conftest import CUTS_WEIGHTS, finished, stopped
 from fsdp2_job import weights
 from matrix import matrix, run
 from places import SUPPORT
@@ -46,8 +46,7 @@ def cut(tmp_path_factory):
         torch.manual_seed(1)
         transformers.AutoModelForCausalLM.from_config(settings(name)).save_pretrained(root / name)
     families = {"module": "tensor_families", "environment": {"PYTHONPATH": str(SUPPORT)}}
-    done = accel_sft(str(root), yaml="tp", launcher=FP32, **families)
-    assert done.status == 0, done.output[-6000:]
+    finished(str(root), yaml="tp", launcher=FP32, **families)
     return json.loads((root / "found.json").read_text())
 
 
@@ -78,11 +77,6 @@ def test_model_that_cannot_be_cut_is_refused_before_loading(config, ranks, image
     (line,) = raised.value.problems
     assert line.startswith("--model m: tensor parallelism cannot split it, ")
     assert line.endswith("train with accelerate_configs/z3.yaml, which shards any model's weights")
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_families_whose_plans_are_exact_are_not_refused(name):
-    check_plan("m", settings(name), transformers.AutoModelForCausalLM, 2, images=False)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +111,8 @@ def ranks_that_share_matrices_answer_and_export_as_one_process_does(launched):
     for one, other in zip(ours.lines("eval_loss"), theirs.lines("eval_loss"), strict=True):
         assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=2e-5)
         assert one["accuracy"] == other["accuracy"]
-    assert answers(ours) == answers(theirs)
+    for file in sorted((theirs.run_dir / "samples").glob("*.jsonl")):
+        assert (ours.run_dir / "samples" / file.name).read_text() == file.read_text()
     exported, expected = weights(ours.run_dir / "final"), weights(theirs.run_dir / "final")
     assert exported.keys() == expected.keys()  # tied weights once
     for name, weight in exported.items():
@@ -125,30 +120,16 @@ def ranks_that_share_matrices_answer_and_export_as_one_process_does(launched):
     assert "distributed_config" not in (ours.run_dir / "final" / "config.json").read_text()
 
 
-def answers(run):
-    files = sorted((run.run_dir / "samples").glob("*.jsonl"))
-    return [[row["generated"] for row in map(json.loads, file.open())] for file in files]
-
-
 def a_stopped_run_goes_on_to_the_same_bits(launched, tmp_path):
     goes_on_to_the_same_bits(layout(launched, "tp"), tmp_path / "run", 3)
 
 
-def a_stopped_run_goes_on_under_other_launches(launched, tmp_path, then):
-    whole = layout(launched, "tp")
-    folder = stopped(whole, tmp_path / "run", 3)
-    went_on = accel_sft(*whole.arguments, "--resume", "auto", run_dir=folder, yaml=then, launcher=FP32)
-    assert went_on.status == 0, went_on.output
-    same_curve(whole.lines(), went_on.lines())
-    assert "ranks of a matrix 2, now none" in went_on.output
-
-
-def a_run_of_another_launch_goes_on_under_tensor_parallelism(launched, tmp_path, before):
+def a_stopped_run_goes_on_under_another_launch(launched, tmp_path, before, then):
     whole = layout(launched, before)
     folder = stopped(whole, tmp_path / "run", 3)
-    went_on = accel_sft(*whole.arguments, "--resume", "auto", run_dir=folder, yaml="tp", launcher=FP32)
-    assert went_on.status == 0, went_on.output
+    went_on = finished(*whole.arguments, "--resume", "auto", run_dir=folder, yaml=then, launcher=FP32)
     same_curve(whole.lines(), went_on.lines())
+    assert before != "tp" or "ranks of a matrix 2, now none" in went_on.output
 
 
 def recomputed_activations_and_matrices_alone_draw_one_processs_curve(launched):
@@ -160,8 +141,7 @@ def recomputed_activations_and_matrices_alone_draw_one_processs_curve(launched):
 def evaluate_gives_the_runs_own_numbers(launched, tmp_path):
     whole = layout(launched, "tp")
     arguments = ("evaluate", "math", "--model", str(whole.run_dir))
-    done = accel_sft(*arguments, run_dir=tmp_path / "evaluation", yaml="tp", launcher=FP32)
-    assert done.status == 0, done.output
+    finished(*arguments, run_dir=tmp_path / "evaluation", yaml="tp", launcher=FP32)
     alone, own = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"], whole.result()["after"]
     assert alone["eval_loss"] == pytest.approx(own["eval_loss"], rel=1e-5)
     assert alone["accuracy"] == own["accuracy"]
@@ -175,8 +155,8 @@ def evaluate_gives_the_runs_own_numbers(launched, tmp_path):
         for name in FAMILIES
     ),
     a_stopped_run_goes_on_to_the_same_bits,
-    partial(a_stopped_run_goes_on_under_other_launches, then="z2"),
-    partial(a_run_of_another_launch_goes_on_under_tensor_parallelism, before="z2"),
+    partial(a_stopped_run_goes_on_under_another_launch, before="tp", then="z2"),
+    partial(a_stopped_run_goes_on_under_another_launch, before="z2", then="tp"),
     recomputed_activations_and_matrices_alone_draw_one_processs_curve,
     evaluate_gives_the_runs_own_numbers,
 )

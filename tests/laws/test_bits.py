@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import psutil
-from conftest import accel_sft
+from conftest import finished
 from limits import wait_for
 from reference_job import FP32, JOB, ONCE, layout, own_task, same_curve, same_weights
 from stopping import ranks, started, steps_done
@@ -17,15 +17,13 @@ DROPOUT += ("--train-examples", "500", "--seed", "7", "--eval-every", "off", "--
 def test_same_command_ends_with_the_same_bits(launched, tmp_path):
     first = layout(launched, "plain with recomputed activations")
     environment = {"ACCEL_SFT_CACHE": str(tmp_path / "cache")}
-    again = accel_sft(*first.arguments, run_dir=tmp_path / "run", environment=environment)
-    assert again.status == 0, again.output
+    finished(*first.arguments, run_dir=tmp_path / "run", environment=environment)
     same_weights(first.run_dir, tmp_path / "run")
 
 
 def test_ranks_killed_before_a_checkpoint_end_with_the_same_bits(tmp_path):
     options = {"yaml": "ddp", "launcher": FP32}
-    whole = accel_sft(*DROPOUT, run_dir=tmp_path / "whole", **options)
-    assert whole.status == 0, whole.output
+    whole = finished(*DROPOUT, run_dir=tmp_path / "whole", **options)
     run_dir = tmp_path / "run"
     with started(run_dir, "ddp", job=DROPOUT) as process:
         wait_for(lambda: steps_done(run_dir) >= 1 or process.poll() is not None)
@@ -34,8 +32,7 @@ def test_ranks_killed_before_a_checkpoint_end_with_the_same_bits(tmp_path):
     assert steps_done(run_dir) >= 1, (tmp_path / "run.log").read_text()
     assert not list(run_dir.glob("checkpoints/*"))
     assert (run_dir / "batching.json").is_file()
-    resumed = accel_sft(*DROPOUT, "--resume", "auto", run_dir=run_dir, **options)
-    assert resumed.status == 0, resumed.output
+    resumed = finished(*DROPOUT, "--resume", "auto", run_dir=run_dir, **options)
     assert "a forward, as before" in " ".join(resumed.output.split())
     same_weights(whole.run_dir, run_dir)
     assert [line["loss"] for line in resumed.lines()] == [line["loss"] for line in whole.lines()]
@@ -52,7 +49,6 @@ def messages(self, example):
 
 def test_deterministic_asks_for_kernels_that_repeat_every_bit(launched, tmp_path):
     task = own_task(tmp_path, ASKING)
-    run = accel_sft(task, *JOB[1:], *ONCE, "--deterministic", run_dir=tmp_path / "run")
-    assert run.status == 0, run.output
+    run = finished(task, *JOB[1:], *ONCE, "--deterministic", run_dir=tmp_path / "run")
     same_curve(layout(launched, "plain").lines(), run.lines())
     assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["deterministic"] is True

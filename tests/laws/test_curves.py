@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import yaml
-from conftest import CUTS_WEIGHTS, accel_sft
-from fake_plugins import install
-from reference_job import FP32, JOB, LAYOUTS, ONCE, layout, same_curve
+from conftest import CUTS_WEIGHTS, accel_sft, finished
+from reference_job import FP32, JOB, LAYOUTS, ONCE, layout, own_task, same_curve
 
 MARKS = {
     "tp": CUTS_WEIGHTS,
@@ -27,33 +26,16 @@ def test_every_layout_draws_the_same_curve(launched, name):
 
 
 PIECES = """
-from dataclasses import dataclass
 import accel_sft.batching.loss
-from accel_sft_math import Math as Shipped
-
-accel_sft.batching.loss.MOST_LOGITS = 2000
-
-@dataclass(kw_only=True)
-class Pieces(Shipped):
-    \"\"\"Math under a limit that its small vocabulary exceeds.\"\"\"
+accel_sft.batching.loss.MOST_LOGITS = 2000  # which its small vocabulary exceeds
 """
 
 
 def test_head_in_pieces_draws_the_same_curve(launched, tmp_path):
-    (tmp_path / "site").mkdir()
-    install(tmp_path / "site", "accel-sft-pieces", "pieces = accel_sft_pieces:Pieces", PIECES)
-    environment = {"PYTHONPATH": str(tmp_path / "site")}
-    arguments = ("pieces", *JOB[1:], *ONCE, "--batching", "shared")
-    run = launched("in pieces", *arguments, yaml="z3", launcher=FP32, environment=environment)
+    arguments = (own_task(tmp_path, PIECES), *JOB[1:], *ONCE, "--batching", "shared")
+    run = launched("in pieces", *arguments, yaml="z3", launcher=FP32)
     assert json.loads((run.run_dir / "result.json").read_text())["batching"]["head"] == "pieces"
     same_curve(layout(launched, "plain").lines(), run.lines())
-
-
-def test_launches_say_how_ranks_share_rows(launched):
-    shared, alone = layout(launched, "z3_sp"), layout(launched, "torchrun")
-    assert "DeepSpeed ZeRO-3, rows shared by 2 ranks" in shared.output
-    assert "one row a forward, its tokens shared by 2 ranks" in shared.output
-    assert "data parallel (ddp)" in alone.output
 
 
 def test_two_machines_draw_the_same_curve(launched, tmp_path):
@@ -87,8 +69,7 @@ def test_overlapping_deepspeed_draws_the_same_curve(launched, tmp_path, stage):
     options = LAYOUTS[f"z{stage}"]
     plain = launched(f"z{stage} without overlap", *JOB, *ONCE, "--micro-batch-size", "2", **options)
     job = (*JOB, *ONCE, "--micro-batch-size", "2")
-    overlapping = accel_sft(*job, run_dir=tmp_path / "run", yaml=str(tmp_path / "launch"))
-    assert overlapping.status == 0, overlapping.output
+    overlapping = finished(*job, run_dir=tmp_path / "run", yaml=str(tmp_path / "launch"))
     written = json.loads((tmp_path / "run/run.json").read_text())["launch"]["deepspeed_config"]
     assert written["zero_optimization"]["overlap_comm"] is True
     same_curve(plain.lines(), overlapping.lines())

@@ -1,4 +1,4 @@
-"""A script for real ranks: what each of them gets from every collective, and one step of a small model.
+"""A script for real ranks: what each of them gets from every collective, and the launch.
 
     accelerate launch --config_file accelerate_configs/ddp.yaml -m one_world --output-dir FOLDER
 
@@ -17,7 +17,7 @@ import torch
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.launch import collectives as c
-from accel_sft.launch.accelerator import create_accelerator, prepare_model
+from accel_sft.launch.accelerator import create_accelerator
 from accel_sft.launch.audit import audit, refuse
 from accel_sft.launch.describe import describe, launch_record
 from accel_sft.launch.environment import prepare_environment
@@ -55,19 +55,6 @@ def answers(accelerator):
     }
 
 
-def weights_after_a_step(accelerator, launch):
-    """The weights of every rank, each of which had inputs of its own."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model, optimizer = prepare_model(accelerator, launch, model, optimizer, 1.0)
-    inputs = torch.full((2, 4), 1.0 + accelerator.process_index, dtype=next(model.parameters()).dtype)
-    accelerator.backward(model(inputs).float().square().mean())
-    optimizer.step()
-    weights = torch.cat([weight.detach().float().flatten() for weight in model.parameters()])
-    return accelerator.gather(weights[None]).tolist()
-
-
 if __name__ == "__main__":
     prepare_environment()
     folder, config, launch = Path(sys.argv[-1]), TrainConfig(), launch_of_this_process()
@@ -75,9 +62,8 @@ if __name__ == "__main__":
     refuse(audit(config, launch))
     accelerator, launch = create_accelerator(config, launch)
     (folder / f"{accelerator.process_index}.json").write_text(json.dumps(answers(accelerator)))
-    weights = weights_after_a_step(accelerator, launch)
     if accelerator.is_main_process:
         cudnn = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED"), torch.backends.cuda.cudnn_sdp_enabled()
         found = {"record": launch_record(accelerator, launch), "line": describe(accelerator, launch)}
-        (folder / "launch.json").write_text(json.dumps(found | {"weights": weights, "cudnn": cudnn}))
+        (folder / "launch.json").write_text(json.dumps(found | {"cudnn": cudnn}))
     leave_together()

@@ -44,19 +44,26 @@ def whole(launched, name):
 
 
 @contextlib.contextmanager
-def started(run_dir, yaml=None, *more, module="accel_sft", job=JOB):
-    """The job in the background, with `more` for its launcher or itself; killed in the end with all that it started."""
-    command, own = [sys.executable, "-m", "accel_sft"], () if yaml else more
-    if yaml:
-        command = launcher(yaml, "--mixed_precision", "no", *more, "-m", module)
-    with open(f"{run_dir}.log", "ab") as log:
-        process = subprocess.Popen([*command, *job, *own, "--output-dir", str(run_dir)], stdout=log, stderr=log)
-    family: list[psutil.Process] = []
-    process.family = family
+def background(command, log, **options):
+    """A command whose output goes to a file; killed in the end with all that it started."""
+    with open(log, "ab") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, **options)
+    process.family = []
     try:
         yield process
     finally:
-        for each in {psutil.Process(process.pid), *family} if process.poll() is None else family:
+        if process.poll() is None:
+            ranks(process)
+            process.kill()
+        for child in process.family:
             with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+                child.kill()
         process.wait()
+
+
+def started(run_dir, yaml=None, *more, module="accel_sft", job=JOB):
+    """The job in the background, with `more` for its launcher or itself."""
+    command, own = [sys.executable, "-m", "accel_sft"], () if yaml else more
+    if yaml:
+        command = launcher(yaml, "--mixed_precision", "no", *more, "-m", module)
+    return background([*command, *job, *own, "--output-dir", str(run_dir)], f"{run_dir}.log")

@@ -161,16 +161,6 @@ def test_slowdown_stands_in_the_line_of_its_step(tracked):
     assert "system/rank1/busy_cores" not in events(tracker).Tags()["scalars"]
 
 
-def test_idle_gpu_is_reported_with_what_the_process_did(tracked, capsys):
-    tracker = tracked(total_steps=60)
-    for step in range(1, 61):
-        with span(BATCHES):
-            time.sleep(0.002)
-        tracker.step(record(step, seconds=0.004), [reading(step, percent=9.0)])
-    printed = capsys.readouterr().out
-    assert printed.count("the GPU idles: a kernel ran in 9% of the time in steps 11 to 30; making batches") == 1
-
-
 def test_an_evaluation_is_recorded_with_every_answer(tracked, capsys):
     tracker = tracked()
     tracker.evaluation(7, {"eval_loss": 0.25, "accuracy": 0.5, "generate_seconds": 3.0}, SAMPLES)
@@ -222,26 +212,23 @@ def test_a_resumed_run_has_no_doubled_points(tracked, capsys):
     assert len(events(again).Tensors("settings/text_summary")) == 1
 
 
-def test_evaluation_after_the_last_checkpoint_is_repeated_and_logged_once(tracked):
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_evaluation_after_the_last_checkpoint_is_logged_once(tracked, evaluated):
     tracker = tracked()
-    for step in (1, 2, 3):
-        tracker.step(record(step))
+    tracker.step(record(3))
     tracker.evaluation(3, {"eval_loss": 1.0}, SAMPLES)
     tracker.close()
-    for evaluated in (False, True):
-        resumed = tracked()
-        resumed.rewind(3, evaluated=evaluated)
-        assert list(resumed.run_dir.path.glob("samples/*")) == (
-            [resumed.run_dir.path / "samples/step-000003.jsonl"] if evaluated else []
-        )
-        if not evaluated:
-            resumed.evaluation(3, {"eval_loss": 2.0}, SAMPLES)
-        resumed.step(record(4))
-        resumed.close()
-        assert [line["eval_loss"] for line in lines(resumed) if "eval_loss" in line] == [2.0]
-        assert points(resumed, "eval/loss") == [(3, 2.0)]
-        assert [step for step, _ in points(resumed, "train/loss")] == [1, 2, 3, 4]
-        assert [line["step"] for line in lines(resumed) if "loss" in line] == [1, 2, 3, 4]
+    resumed = tracked()
+    resumed.rewind(3, evaluated=evaluated)
+    assert len([*resumed.run_dir.path.glob("samples/*")]) == evaluated
+    if not evaluated:
+        resumed.evaluation(3, {"eval_loss": 2.0}, SAMPLES)
+    resumed.step(record(4))
+    resumed.close()
+    (loss,) = [line["eval_loss"] for line in lines(resumed) if "eval_loss" in line]
+    assert points(resumed, "eval/loss") == [(3, loss)]
+    assert loss == (1.0 if evaluated else 2.0)
+    assert [step for step, _ in points(resumed, "train/loss")] == [3, 4]
 
 
 def test_chain_of_lines_resumes_from_checkpoints_and_shows_changes(tracked):
@@ -324,19 +311,6 @@ def test_failing_service_is_named_and_the_run_continues(tracked, capsys, monkeyp
         tracked(tracker="service")
 
 
-def test_start_up_phases_are_kept_in_order_and_shown(tracked):
-    tracker = tracked()
-    tracker.phase("imports")
-    tracker.phase("model")
-    phases = tracker.phases()
-    assert [(row["phase"], row["rank"]) for row in phases] == [("imports", 0), ("model", 0)]
-    assert 0 < phases[0]["process_memory_gib"] <= tracker.peaks.largest()["peak_host_memory_gib"] + 0.01
-    assert 0 < phases[0]["seconds"] <= phases[1]["seconds"]
-    if not torch.cuda.is_available():
-        assert phases[0]["device_peak_gib"] is None
-    json.dumps(phases, allow_nan=False)
-
-
 def test_the_profiler_traces_steps_three_to_five(tracked, capsys):
     tracker = tracked(profile=True)
     with tracker.profiler() as profiler:
@@ -364,14 +338,6 @@ def test_the_machine_is_sampled_at_most_once_in_an_interval():
     cores = second.busy_cores + second.idle_cores + second.stolen_cores
     assert cores == pytest.approx(len(os.sched_getaffinity(0)), abs=0.01)
     assert second.process_memory_gib == pytest.approx(host_memory_gib()["now"], abs=0.1)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine whose GPU cannot be read")
-def test_a_gpu_that_cannot_be_read_costs_only_its_curves():
-    printed = []
-    sampler = SystemSampler(torch.device("cuda", 0), printed.append)
-    assert "no GPU curves" in printed[0]
-    assert math.isnan(sampler.sample().gpu_percent)
 
 
 @pytest.mark.parametrize("known", ["memory", "percent", "nothing"])
@@ -450,17 +416,15 @@ def rows(terminal):
     return [line.rstrip() for line in re.split(r"[\r\n]", text) if line.strip()]
 
 
-@pytest.mark.parametrize(("total", "metrics"), [(10**12, {"中文的指标名称" * 5: 1e-9}), (10**40, {"m" * 90: 1.0})])
-def test_the_bar_fits_eighty_columns(terminal, total, metrics):
-    line = ProgressBar(total, file=terminal)
+def test_the_bar_fits_eighty_columns(terminal):
+    line = ProgressBar(10**12, file=terminal)
     line.step(record(1, loss=1234.5678, tokens_per_second=123456.7))
-    line.evaluated(metrics)
-    line.step(record(total // 2, tokens_per_second=123456.7))
+    line.evaluated({"中文的指标名称" * 5: 1e-9})
+    line.step(record(10**12 // 2, tokens_per_second=123456.7))
     line.close()
     drawn = rows(terminal)
     assert max(map(cell_len, drawn)) <= 80
-    assert drawn[-1].startswith(f"{total // 2}/{total}"[:79])
-    assert ("ETA" in drawn[-1]) == (total < 10**40)
+    assert "ETA" in drawn[-1]
 
 
 def test_the_bar_shows_loss_metric_and_time_to_go(terminal, capsys):

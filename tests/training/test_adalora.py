@@ -8,7 +8,7 @@ from functools import partial
 import fsdp2_on_cpu
 import pytest
 import torch
-from conftest import accel_sft, stopped
+from conftest import finished, stopped
 from fsdp2_job import FP32
 from matrix import matrix, run
 from peft import PeftModel
@@ -23,7 +23,7 @@ JOB += ("--train-examples", "60", "--validation-examples", "4", "--seed", "7", "
 JOB += ("--adapter", "adalora", "--lora-r", "4", "--learning-rate", "0.01", "--max-grad-norm", "0.3")
 JOB += ("--keep-checkpoints", "9")
 SEEN = {"module": "adalora_ranks", "environment": {"PYTHONPATH": str(SUPPORT)}, **FP32}
-LAYOUTS = ["ddp", "z0", "z1", "z2_offload", "z3", "z3_offload"]
+LAYOUTS = ["z2", "ddp", "z0", "z1", "z2_offload", "z3", "z3_offload"]
 LAYOUTS += ["fsdp2", "fsdp2_offload"] if fsdp2_on_cpu.RUNS_HERE else []
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
 
@@ -78,18 +78,11 @@ def choose_what_one_process_chooses_and_learn_the_same(launched, alone, yaml):
     torch.testing.assert_close(logits(run.run_dir / "final"), logits(alone.run_dir / "final"), rtol=1e-3, atol=1e-3)
 
 
-def of_one_process_goes_on_to_the_same_bits_from(alone, tmp_path, step):
-    goes_on_to_the_same_bits(alone, tmp_path / "run", step)
-
-
-def of_ranks_goes_on_to_the_same_bits(launched, tmp_path, yaml):
-    goes_on_to_the_same_bits(launched(f"adalora {yaml}", *JOB, **sharing(yaml)), tmp_path / "run", FIRST + 2)
-
-
-def goes_on_to_the_same_bits(whole, folder, step):
-    stopped(whole, folder, step)
-    again = accel_sft(*JOB, "--resume", "auto", run_dir=folder, environment=SEEN["environment"], **whole.options)
-    assert again.status == 0, again.output
+def goes_on_to_the_bits_of_the_whole_run(request, tmp_path, yaml, step):
+    launched = request.getfixturevalue("launched")
+    whole = launched(f"adalora {yaml}", *JOB, **sharing(yaml)) if yaml else request.getfixturevalue("alone")
+    folder = stopped(whole, tmp_path / "run", step)
+    finished(*JOB, "--resume", "auto", run_dir=folder, environment=SEEN["environment"], **whole.options)
     assert chosen(folder)[STEPS:] == chosen(whole.run_dir)[step:]
     ours, theirs = weights(folder / "final"), weights(whole.run_dir / "final")
     assert ours.keys() == theirs.keys()
@@ -100,8 +93,7 @@ def goes_on_with_the_same_choices_under_another_launch(launched, tmp_path, one, 
     if other == "fsdp2" and other not in LAYOUTS:
         pytest.skip("this torch's FSDP2 does not run on CPUs")
     whole, step = launched(f"adalora {one}", *JOB, **sharing(one)), FIRST + 2
-    again = accel_sft(*JOB, "--resume", "auto", run_dir=stopped(whole, tmp_path / "run", step), **sharing(other))
-    assert again.status == 0, again.output
+    again = finished(*JOB, "--resume", "auto", run_dir=stopped(whole, tmp_path / "run", step), **sharing(other))
     assert [line["kept"] for line in chosen(again.run_dir)[STEPS:]] == [
         line["kept"] for line in chosen(whole.run_dir)[step:]
     ]
@@ -113,8 +105,8 @@ LAUNCHES = ("z2", "z3"), ("z3", "z0"), ("z3_offload", "ddp"), ("ddp", "fsdp2")
 
 
 @matrix(
-    *[partial(of_one_process_goes_on_to_the_same_bits_from, step=step) for step in (FIRST + 2, FINAL + 1)],
-    *[partial(of_ranks_goes_on_to_the_same_bits, yaml=yaml) for yaml in ("z2", *LAYOUTS)],
+    *[partial(goes_on_to_the_bits_of_the_whole_run, yaml=None, step=step) for step in (FIRST + 2, FINAL + 1)],
+    *[partial(goes_on_to_the_bits_of_the_whole_run, yaml=yaml, step=FIRST + 2) for yaml in LAYOUTS],
     *[partial(goes_on_with_the_same_choices_under_another_launch, one=one, other=other) for one, other in LAUNCHES],
 )
 def test_a_stopped_run(check, request):
@@ -135,8 +127,7 @@ def train_on_in_zero_3_after_evaluations_and_export_whatever_stays_gathered(alon
     launch = (CONFIGS / "z3_twin_flow.yaml").read_text().replace("z3_twin_flow.json", "ds.json")
     (tmp_path / "launch.yaml").write_text(launch)
     job = (*JOB, "--eval-every", "5", "--max-new-tokens", "4")
-    run = accel_sft(*job, run_dir=tmp_path / "run", **sharing(str(tmp_path / "launch")))
-    assert run.status == 0, run.output
+    run = finished(*job, run_dir=tmp_path / "run", **sharing(str(tmp_path / "launch")))
     assert len(run.lines("eval_loss")) == 5
     for one, other in zip(run.lines(), alone.lines(), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=2e-5)
@@ -147,7 +138,7 @@ ZERO = "z0", "z1", "z2", "z2_offload", "z3", "z3_offload"
 
 
 @matrix(
-    *[partial(choose_what_one_process_chooses_and_learn_the_same, yaml=yaml) for yaml in ("z2", *LAYOUTS)],
+    *[partial(choose_what_one_process_chooses_and_learn_the_same, yaml=yaml) for yaml in LAYOUTS],
     *[partial(keep_masked_in_bf16_what_was_masked_in_both_copies_of_the_weights, yaml=yaml) for yaml in ZERO],
     *[
         partial(train_on_in_zero_3_after_evaluations_and_export_whatever_stays_gathered, stays_gathered=count)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import accel_sft
+from conftest import finished
 from fake_plugins import install
 from places import STORED_RUNS
 from safetensors.torch import load_file
@@ -31,8 +31,7 @@ def test_there_is_a_run_of_an_earlier_version():
 def test_a_run_of_an_earlier_version_goes_on(version, tmp_path, monkeypatch):
     shutil.copytree(STORED_RUNS / version, tmp_path / "begun")
     monkeypatch.chdir(tmp_path / "begun")
-    run = accel_sft(*JOB, "--resume", "auto")
-    assert run.status == 0, run.output
+    run = finished(*JOB, "--resume", "auto")
     assert "step-000003 at step 3 of 6" in run.output
     actual, expected = (
         [json.loads(line) for line in Path(name).read_text().splitlines()]
@@ -56,8 +55,7 @@ def test_task_of_an_earlier_version_runs_and_passes_its_test(version, tmp_path):
     source = (site / "accel_sft_before.py").read_text()
     install(site, "accel-sft-before", "before = accel_sft_before:BeforeTask", source)
     installed = {"PYTHONPATH": str(site)}
-    run = accel_sft("before", "--max-steps", "2", run_dir=tmp_path / "run", environment=installed)
-    assert run.status == 0, run.output
+    run = finished("before", "--max-steps", "2", run_dir=tmp_path / "run", environment=installed)
     assert run.result()["after"].keys() >= {"accuracy", "eval_loss"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(site / "tests")]
     tested = subprocess.run(command, env={**os.environ, **installed}, cwd=site, capture_output=True, text=True)

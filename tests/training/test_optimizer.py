@@ -32,20 +32,6 @@ def test_the_rate_of_every_step_by_value(name):
     assert rates == pytest.approx([2e-3 * share for share in expected], rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("settings", "flag"),
-    [
-        ({"lr_scheduler": "constant", "min_lr_ratio": 0.1}, "--min-lr-ratio"),
-        ({"decay_ratio": 0.1}, "--decay-ratio"),
-        ({"warmup_steps": -1}, "--warmup-steps"),
-        ({"min_lr_ratio": 1.1}, "--min-lr-ratio"),
-    ],
-)
-def test_senseless_schedule_is_refused_by_its_flag(settings, flag):
-    (line,) = TrainConfig(**settings).problems()
-    assert line.startswith(flag)
-
-
 def test_run_without_recorded_rates_resumes_with_the_earlier_defaults():
     now = TrainConfig(learning_rate=1e-3).as_dict()
     before = {name: value for name, value in now.items() if name not in ("warmup_steps", "decay_ratio", "min_lr_ratio")}
@@ -54,21 +40,14 @@ def test_run_without_recorded_rates_resumes_with_the_earlier_defaults():
 
 
 def test_adamw_decays_matrices_only_at_its_rate_and_moments():
-    torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     settings = {"learning_rate": 0.01, "adam_beta1": 0.7, "adam_beta2": 0.9, "weight_decay": 0.5}
     optimizer = new_optimizer(model, TrainConfig(**settings))
-    gradients = [[torch.randn_like(weight) for weight in model.parameters()] for _ in range(3)]
-    for index, (parameter, decay) in enumerate(zip(model.parameters(), (0.5, 0.0), strict=True)):  # weight, bias
-        expected, first, second = parameter.detach().clone(), 0.0, 0.0
-        for step, gradient in enumerate((of_step[index] for of_step in gradients), 1):
-            first, second = 0.7 * first + 0.3 * gradient, 0.9 * second + 0.1 * gradient**2
-            expected *= 1 - 0.01 * decay
-            expected -= 0.01 * (first / (1 - 0.7**step)) / ((second / (1 - 0.9**step)).sqrt() + 1e-8)
-            gradients[step - 1][index] = (gradient, expected.clone())
-    for step in gradients:
-        for parameter, (gradient, _) in zip(model.parameters(), step, strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-        for parameter, (_, expected) in zip(model.parameters(), step, strict=True):
-            torch.testing.assert_close(parameter.detach(), expected, rtol=1e-5, atol=1e-7)
+    assert type(optimizer) is torch.optim.AdamW
+    assert [(group["params"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        ([model.weight], 0.5),
+        ([model.bias], 0.0),
+    ]
+    assert {(group["lr"], group["betas"], group["eps"]) for group in optimizer.param_groups} == {
+        (0.01, (0.7, 0.9), 1e-8)
+    }

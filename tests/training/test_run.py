@@ -10,21 +10,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import accel_sft, stopped
+from conftest import accel_sft, finished, stopped
 from limits import limit
 from reference_job import JOB, LAYOUTS, MICRO, ONCE, goes_on_to_the_same_bits, layout, own_task, same_curve
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError
-from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint.shards import Averages
 from accel_sft.resilience.signals import Interruption
 from accel_sft.training.trainer import Trainer
@@ -32,28 +30,6 @@ from accel_sft.training.trainer import Trainer
 
 def weights(folder):
     return load_file(folder / "model.safetensors")
-
-
-@pytest.mark.parametrize("name", ["z2"])  # the others: tests/laws/test_layouts.py
-def test_a_resumed_run_ends_with_the_same_bits(launched, tmp_path, name):
-    whole = layout(launched, name)
-    resumed = goes_on_to_the_same_bits(whole, tmp_path / "run", 3)
-    assert "resumed" in resumed.output
-    assert [line["step"] for line in resumed.lines()] == [1, 2, 3, 4, 5, 6]
-    assert resumed.result()["before"] == whole.result()["before"]
-    spent = resumed.result()["time_spent"]
-    assert {"forward", "backward", "optimizer step", "make batch", "the rest"} <= {*spent["parts"]}
-    assert sum(spent["parts"].values()) == pytest.approx(spent["seconds"])
-    assert "on rank 0 a step took" in resumed.output
-
-
-def test_a_finished_run_is_left_alone(launched):
-    whole = layout(launched, "plain")
-    before = (whole.run_dir / "metrics.jsonl").read_bytes()
-    again = accel_sft("--config", str(whole.run_dir / "run.yaml"), "--resume", "auto", run_dir=whole.run_dir)
-    assert again.status == 0, again.output
-    assert "finished" in again.output
-    assert (whole.run_dir / "metrics.jsonl").read_bytes() == before
 
 
 def test_an_interpreter_that_has_trained_ends_without_a_word(tmp_path):
@@ -84,8 +60,7 @@ def test_run_that_failed_before_beginning_can_start_again(called, tmp_path):
     assert failed.status == 1
     assert f"{rows} row 1: field 'output'" in failed.output
     few = ("--train-examples", "60", "--max-steps", "1", "--eval-every", "off")
-    fixed = accel_sft("math", *few, run_dir=tmp_path / "run")
-    assert fixed.status == 0, fixed.output
+    finished("math", *few, run_dir=tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", ["plain", "z3"])
@@ -130,48 +105,36 @@ def test_each_validation_example_is_counted_once_on_any_layout(launched, name):
         assert mine["accuracy"] == other["accuracy"]
 
 
-COUNTED = '''
-from collections import Counter
-from dataclasses import dataclass
-from accel_sft import Task
+COUNTED = """
+main_metric = "f1"
 
-@dataclass(kw_only=True)
-class Counted(Task):
-    """Questions of very unequal length, scored by characters, with a metric that is no mean."""
-    main_metric = "f1"
+def dataset(self, split):
+    sizes = [1, 41, 1, 41, 1]
+    return [{"question": str(at) * size, "answer": "1 + 2" * (at + 1)} for at, size in enumerate(sizes)]
 
-    def dataset(self, split):
-        sizes = [1, 41, 1, 41, 1]
-        return [{"question": str(at) * size, "answer": "1 + 2" * (at + 1)} for at, size in enumerate(sizes)]
+def messages(self, example):
+    return [{"role": "user", "content": example["question"]}]
 
-    def messages(self, example):
-        return [{"role": "user", "content": example["question"]}]
+def target(self, example):
+    return example["answer"]
 
-    def target(self, example):
-        return example["answer"]
+def score(self, example, text):
+    shared = sum(map(str.__eq__, text, example["answer"]))
+    return {"shared": shared, "written": len(text) + len(example["answer"])}
 
-    def score(self, example, text):
-        shared = (Counter(text) & Counter(example["answer"])).total()
-        return {"shared": shared, "written": len(text) + len(example["answer"])}
-
-    def aggregate(self, scores):
-        shared, written = (sum(score[key] for score in scores) for key in ("shared", "written"))
-        return {"f1": 2 * shared / written, "examples": len(scores)}
-'''
+def aggregate(self, scores):
+    shared, written = (sum(score[key] for score in scores) for key in ("shared", "written"))
+    return {"f1": 2 * shared / written, "examples": len(scores)}
+"""
+"""Questions of very unequal length, scored by characters, with a metric that is no mean."""
 
 
-@pytest.mark.parametrize(
-    ("count", "batch_size"),
-    [(4, 1), pytest.param(2, 64, marks=pytest.mark.long)],
-)
-def test_three_ranks_report_the_numbers_of_a_plain_count(launched, tmp_path, count, batch_size):
-    model_dir = layout(launched, "plain").run_dir / "final"
-    (tmp_path / "counted.py").write_text(COUNTED)
-    command = ("evaluate", str(tmp_path / "counted.py"), "--model", str(model_dir), "--eval-limit", str(count))
-    command += ("--eval-batch-size", str(batch_size), "--max-new-tokens", "12")
+def test_three_ranks_report_the_numbers_of_a_plain_count(launched, tmp_path):
+    model_dir, count = layout(launched, "plain").run_dir / "final", 4
+    command = ("evaluate", own_task(tmp_path, COUNTED), "--model", str(model_dir), "--eval-limit", str(count))
+    command += ("--eval-batch-size", "1", "--max-new-tokens", "12")
     ranks = ("--mixed_precision", "no", "--num_processes", "3")
-    run = accel_sft(*command, yaml="ddp", launcher=ranks, run_dir=tmp_path / "out")
-    assert run.status == 0, run.output
+    run = finished(*command, yaml="ddp", launcher=ranks, run_dir=tmp_path / "out")
     samples = [json.loads(line) for line in (run.run_dir / "samples-tuned.jsonl").read_text().splitlines()]
     drawn = [sample["index"] for sample in samples]
     assert drawn == sorted({*drawn})
@@ -181,7 +144,7 @@ def test_three_ranks_report_the_numbers_of_a_plain_count(launched, tmp_path, cou
     rows = [(sample["index"], sample["prompt"], sample["expected"]) for sample in samples]
     assert rows == [*zip(drawn, questions, answers, strict=True)]
     said = [sample["generated"] for sample in samples]
-    shared = sum((Counter(text) & Counter(answer)).total() for text, answer in zip(said, answers, strict=True))
+    shared = sum(sum(map(str.__eq__, text, answer)) for text, answer in zip(said, answers, strict=True))
     assert run.result()["after"]["f1"] == 2 * shared / len("".join(said + answers)) > 0
     assert run.result()["after"]["examples"] == count
     model, tokenizer = (sample.from_pretrained(model_dir) for sample in (AutoModelForCausalLM, AutoTokenizer))
@@ -234,12 +197,6 @@ def test_the_terminal_is_quiet_and_in_order(launched):
     opening = [line for line in lines if not line.endswith("from the cache")][:7]
     names = ["run", "settings", "validation:", "warning:", "data", "model", "step"]
     assert [line.split()[0] for line in opening] == names
-    run, _, _, _, data, model, first = opening
-    assert run.startswith(f"run       {layout(launched, 'z2').run_dir}: ")
-    assert "z2.yaml, DeepSpeed ZeRO-2, 2 processes, cpu (" in run
-    assert re.search(r"; 6 steps of 10: [\d.]+ epochs", data)
-    assert re.search(r" ([\d,]+) of \1 parameters are trained; batching ", model)
-    assert first.startswith("step 0: ")
 
 
 def lora(launched, yaml):
@@ -264,7 +221,13 @@ def test_an_adapter_is_saved_alone_and_loads_in_plain_peft(launched, yaml):
 
 
 def test_an_adapter_run_with_dropout_resumes_to_the_same_bits(launched, tmp_path):
-    goes_on_to_the_same_bits(lora(launched, "z3"), tmp_path / "run", 3)
+    whole = lora(launched, "z3")
+    resumed = goes_on_to_the_same_bits(whole, tmp_path / "run", 3)
+    assert resumed.result()["before"] == whole.result()["before"]
+    spent = resumed.result()["time_spent"]
+    assert {"forward", "backward", "optimizer step", "make batch", "the rest"} <= {*spent["parts"]}
+    assert sum(spent["parts"].values()) == pytest.approx(spent["seconds"])
+    assert "on rank 0 a step took" in resumed.output
 
 
 def test_adapter_does_not_resume_on_other_base_weights(launched, called, tmp_path):
@@ -349,8 +312,7 @@ def test_evaluate_alone_gives_the_runs_numbers(launched, tmp_path):
     arguments = ("evaluate", "math", "--max-new-tokens", "6")
     models = ("--model", str(run.run_dir / "final"), "--base", "auto")
     fp32 = ("--mixed_precision", "no")
-    alone = accel_sft(*arguments, *models, yaml="z3", launcher=fp32, run_dir=tmp_path / "out")
-    assert alone.status == 0, alone.output
+    alone = finished(*arguments, *models, yaml="z3", launcher=fp32, run_dir=tmp_path / "out")
     assert "validation-examples 7 base" in " ".join(alone.output.split())  # as the run had it
     for side in ("before", "after"):
         assert alone.result()[side]["eval_loss"] == pytest.approx(run.result()[side]["eval_loss"], rel=1e-4)
@@ -365,8 +327,7 @@ def test_evaluate_needs_weights_that_exist(called):
 
 
 def test_dry_run_stops_before_anything_is_made(tmp_path):
-    run = accel_sft(*JOB, "--dry-run", yaml="z3", run_dir=tmp_path / "run")
-    assert run.status == 0, run.output
+    run = finished(*JOB, "--dry-run", yaml="z3", run_dir=tmp_path / "run")
     assert "ZeRO-3" in run.output
     assert not (tmp_path / "run").exists()
 
@@ -404,8 +365,7 @@ def test_averages_are_evaluated_and_exported_alike_on_every_launch(launched, tmp
     assert "(averages; final-plain/ has the last step's own)" in " ".join(run.output.split())
     if adapter == "lora":
         folder = stopped(run, tmp_path / "run", 3)
-        resumed = accel_sft(*run.arguments, "--resume", "auto", run_dir=folder, **run.options)
-        assert resumed.status == 0, resumed.output
+        finished(*run.arguments, "--resume", "auto", run_dir=folder, **run.options)
         for part, weights_of_part in of_run.items():
             again = load_file(tmp_path / "run" / part / file)
             assert all(torch.equal(weights_of_part[key], again[key]) for key in weights_of_part)
@@ -427,17 +387,9 @@ def test_signal_amid_evaluation_of_averages_restores_the_weights():
     assert torch.equal(model.weight, before)
 
 
-def test_averages_that_a_setting_makes_useless_are_refused():
-    (line,) = TrainConfig(ema_decay=0.9, adapter="adalora").problems()
-    assert line.startswith("--ema-decay: averaging undoes --adapter adalora")
-    (line,) = TrainConfig(ema_decay=1.0).problems()
-    assert line.startswith("--ema-decay 1.0: must be at ")
-
-
 def test_train_limit_bounds_what_run_and_check_read(called, tmp_path):
     job = (*JOB, *ONCE, "--max-steps", "1", "--train-limit", "10%")
-    run = accel_sft(*job, run_dir=tmp_path / "run")
-    assert run.status == 0, run.output
+    run = finished(*job, run_dir=tmp_path / "run")
     assert "--train-limit 10%: 50 of 500 examples" in run.output
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["config"]["train_limit"] == "10%"
@@ -452,30 +404,21 @@ def test_train_limit_bounds_what_run_and_check_read(called, tmp_path):
 FAILING = """
 def score(self, example, text):
     if os.environ.get("RANK") == "1":
-        WHAT
+        raise SystemExit(0)
     return super().score(example, text)
 """
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        pytest.param('raise RuntimeError("the judge is ill")', "score() failed", marks=pytest.mark.long),
-        ("raise SystemExit(0)", "own.py:"),
-    ],
-)
-def test_failing_rank_ends_the_run_with_its_message(tmp_path, what, message):
-    task, started = own_task(tmp_path, FAILING.replace("WHAT", what)), time.monotonic()
+def test_failing_rank_ends_the_run_with_its_message(tmp_path):
+    task, started = own_task(tmp_path, FAILING), time.monotonic()
     run = accel_sft(task, *JOB[1:], yaml="ddp", run_dir=tmp_path / "run", real=True)
     assert run.status != 0
     assert time.monotonic() - started < limit(400), "the other rank waited for the one that failed"
-    summary = run.output[run.output.index("ChildFailedError") :]
-    assert message in summary
-    assert "the judge is ill" in summary or "sys.exit(0) during the run; raise an error instead" in summary
-    if message == "score() failed":  # in the check before the first evaluation: refused, which leaves no folder
-        assert not (tmp_path / "run").exists()
-    else:
-        assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
+    root_cause = run.output.split("Root Cause")[1]
+    assert "rank      : 1" in root_cause
+    assert "own.py:" in root_cause
+    assert "sys.exit(0) during the run; raise an error instead" in root_cause
+    assert run.result()["status"] == "failed"
 
 
 ENDING = """
@@ -491,6 +434,5 @@ atexit.register(lambda: pathlib.Path("HERE", os.environ["RANK"]).touch())
 
 def test_finished_ranks_run_exit_handlers_and_skip_the_teardown(tmp_path):
     task = own_task(tmp_path, ENDING.replace("HERE", str(tmp_path)))
-    run = accel_sft(task, "--dry-run", *JOB[1:], yaml="ddp", real=True)
-    assert run.status == 0, run.output
+    finished(task, "--dry-run", *JOB[1:], yaml="ddp", real=True)
     assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}

@@ -9,11 +9,9 @@ from pathlib import Path
 import forked
 import pytest
 import yaml
-from fake_plugins import GOOD
 from places import CONFIGS
 from reference_job import layout
 
-from accel_sft.api import registry
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.config_file import load_yaml, task_in
 from accel_sft.api.options import option
@@ -121,12 +119,6 @@ def test_a_folder_s_name_is_no_setting(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "a\nseed: 3")
     values, problems = load_yaml(str(written(Path.cwd() / "run\nseed: 4").settings), TrainConfig, Odd)
     assert (values["seed"], problems) == (42, [])
-
-
-def test_run_yaml_names_the_file_and_class_of_a_task(tmp_path):
-    (tmp_path / "mine.py").write_text(GOOD)
-    task = registry.load(str(tmp_path / "mine.py"))()
-    assert task_in(str(written(tmp_path / "run", task=task).settings)) == f"{tmp_path / 'mine.py'}:Good"
 
 
 LAUNCHER = ["/x/python", "/x/bin/accelerate", "launch", "--config_file=z.yaml", "--num-processes", "1"]

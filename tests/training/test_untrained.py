@@ -6,14 +6,12 @@ import types
 
 import pytest
 import torch
-from conftest import accel_sft
+from conftest import accel_sft, finished
 from rehearsal_faults import MATH, side
 
 from accel_sft.training.checks import rounds_updates, without_experts
 
 QUICK = ("--max-steps", "4", "--eval-every", "off", "--save-every", "off", "--dtype", "float32")
-
-
 STAGES = ("plain", 0), ("ddp", 0), ("deepspeed", 0), ("deepspeed", 2)
 
 
@@ -33,10 +31,8 @@ def test_a_layer_that_nothing_calls_is_named(yaml, tmp_path):
     assert "weights without a gradient: 2 of" in " ".join(run.output.split())
 
 
-@pytest.mark.parametrize("steps", ["2", pytest.param("4", marks=pytest.mark.long)])
-def test_an_adapter_begins_at_zero_and_learns_all_the_same(steps, tmp_path):
-    run = accel_sft(*MATH, *QUICK, "--adapter", "lora", "--max-steps", steps, run_dir=tmp_path / "run")
-    assert run.status == 0, run.output[-3000:]
+def test_an_adapter_begins_at_zero_and_learns_all_the_same(tmp_path):
+    run = finished(*MATH, *QUICK, "--adapter", "lora", "--max-steps", "2", run_dir=tmp_path / "run")
     assert run.result()["without_gradient"] == []
 
 

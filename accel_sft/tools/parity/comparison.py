@@ -295,10 +295,8 @@ def _stop(reference: Reference, endpoint: Endpoint, differing: Sequence[tuple[Pa
         behind = reference.text(reference.continued([*pair.prompt, *pair.ids], 8)).strip()
         if reply.finish == "length" or (behind and rest.strip().startswith(behind[: len(rest.strip())])):
             mark = reference.raw_text(pair.ids[-1:])
-            evidence = (
-                f"example {pair.row.index}: the server's answer continues after {mark!r}, as the run's weights do"
-            )
-            evidence += f": {one_line(rest)}"
+            what = f"the server's answer continues after {mark!r}, as the run's weights do: {one_line(rest)}"
+            evidence = f"example {pair.row.index}: {what}"
             fix = f"let {mark!r} end answers: eos_token_id of the served generation_config.json, or `stop`"
             return Cause(STOP, evidence, fix)
     return None

@@ -54,7 +54,7 @@ class Segment:
 
 def candidates(run: Recorded, *, from_start: bool) -> list[Segment]:
     """The segments between undamaged checkpoints, and from the last one to the end of a finished run; none for a run on
-    several machines. The segment from step 0 is included with `from_start`, or if another segment is at least as long."""
+    several machines. `from_start` includes the one from step 0, as does another segment that is at least as long."""
     if run.machines > 1:
         return []
     ends = [*run.saved]
