@@ -45,6 +45,7 @@ def dataset(self, split):
 """
 
 
+@pytest.mark.long
 def test_ranks_sharing_weights_end_and_resume_with_smaller_forwards(launched, tmp_path):
     options = {"run_dir": tmp_path / "run", "yaml": "z3", "launcher": FP32}
     arguments = (own_task(tmp_path, CRAMPED), *JOB[1:], *ONCE, "--micro-batch-size", "2")

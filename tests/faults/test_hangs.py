@@ -157,6 +157,7 @@ def two_ranks(run_dir):
         process.communicate()
 
 
+@pytest.mark.long
 def test_rank_at_work_in_c_is_not_called_silent(two_ranks):
     both = two_ranks(IN_C)
     assert [(*process.communicate(), process.returncode) for process in both] == [("", "", 0)] * 2
@@ -170,6 +171,7 @@ def test_stopped_rank_is_named_and_killed(two_ranks):
     assert (first.returncode, last.wait()) == (1, -signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_suspended_process_continues_and_a_later_hang_ends():
     process = scripts.started(SUSPENDED)
     while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
@@ -212,6 +214,7 @@ def score(self, example, text):
 """
 
 
+@pytest.mark.long
 def test_endless_score_before_training_is_named_without_a_launcher(tmp_path):
     command = (own_task(tmp_path, ENDLESS), "--hang-timeout", f"{limit(3):.0f}", "--max-steps", "1")
     done = accel_sft(*command, run_dir=tmp_path / "run")

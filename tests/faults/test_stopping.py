@@ -90,6 +90,7 @@ def told_at_the_end(accelerator, model, tokenizer, folder, *more, **settings):
 """
 
 
+@pytest.mark.long
 def test_signal_ends_an_evaluation_unless_it_is_ignored(tmp_path):
     run_dir, few = tmp_path / "run", ("--validation-examples", "60", "--eval-batch-size", "1", "--max-steps", "2")
     command = [
@@ -153,6 +154,7 @@ main()
 """
 
 
+@pytest.mark.long
 def test_wait_for_unstarted_ranks_is_reported_and_ends_by_signal(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(not fsdp2_on_cpu.RUNS_HERE, reason="this torch's
 LORA = (*JOB, "--adapter", "lora", "--lora-dropout", "0", "--eval-every", "3", "--save-every", "off")
 
 
+@pytest.mark.long
 def test_fsdp2_adapter_has_the_usual_curve_and_exports_whole(launched):
     sharded, plain = launched("fsdp2 lora", *LORA, **SHARDED), launched("lora without dropout", *LORA)
     same_curve(plain.lines(), sharded.lines())

@@ -287,7 +287,10 @@ def test_old_compiler_stops_offload_alone(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("ranks", "instead", "why"),
-    [("1", "time.sleep(600)", "no sum within {} s"), ("01", "0", "rank [01]: the sum is wrong")],
+    [
+        pytest.param("1", "time.sleep(600)", "no sum within {} s", marks=pytest.mark.long),
+        ("01", "0", "rank [01]: the sum is wrong"),
+    ],
 )
 def test_ranks_that_do_not_add_up_are_reported_in_time(tmp_path, monkeypatch, ranks, instead, why):
     patch = f"    from torch import distributed\n    distributed.all_reduce = lambda *_: {instead}\n"

@@ -109,6 +109,7 @@ LAUNCHES = ("z2", "z3"), ("z3", "z0"), ("z3_offload", "ddp"), ("ddp", "fsdp2")
     *[partial(goes_on_to_the_bits_of_the_whole_run, yaml=yaml, step=FIRST + 2) for yaml in LAYOUTS],
     *[partial(goes_on_with_the_same_choices_under_another_launch, one=one, other=other) for one, other in LAUNCHES],
 )
+@pytest.mark.long
 def test_a_stopped_run(check, request):
     run(check, request)
 

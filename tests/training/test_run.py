@@ -220,6 +220,7 @@ def test_an_adapter_is_saved_alone_and_loads_in_plain_peft(launched, yaml):
     assert len(run.lines()) == 6
 
 
+@pytest.mark.long
 def test_an_adapter_run_with_dropout_resumes_to_the_same_bits(launched, tmp_path):
     whole = lora(launched, "z3")
     resumed = goes_on_to_the_same_bits(whole, tmp_path / "run", 3)
