@@ -87,7 +87,8 @@ class AnswerTokens:
             return
         word = answer.split()[0]
         written = self.tokenizer.decode(ids)
-        if word in written and answer[: answer.index(word)] + word not in written:
+        begin = answer[: answer.index(word)] + word
+        if word in written and written.count(begin) < answer.count(begin):  # later lines may begin alike
             self.rendering.add_note(
                 "warning: white space that answers begin with, such as an indentation, is not learnt: the template or "
                 "a token removes it; choose another --chat-template"

@@ -126,5 +126,6 @@ def dated(template: str, day: str | None) -> str:
 
 def _has_python_arguments(turns: Turns, text: str) -> bool:
     """Whether a template wrote a call's arguments, an object, as Python's repr; the template may expect JSON text."""
+    said = "\n".join(str(turn.get(key)) for turn in turns for key in ("content", "reasoning_content"))  # may quote it
     every = (call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ()))
-    return any(str(arguments) in text and str(arguments) != json.dumps(arguments) for arguments in every)
+    return any(a and text.count(str(a)) > said.count(str(a)) and str(a) != json.dumps(a) for a in every)

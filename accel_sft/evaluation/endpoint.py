@@ -241,7 +241,9 @@ def _reply(answer: dict[str, Any], content: Any) -> Reply:
     counts = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
     prompt, written = (count if isinstance(count, int) else None for count in counts)
     # half a surrogate pair is replaced: it cannot be written to a file
-    text = content.encode(errors="replace").decode() if isinstance(content, str) else ""
+    if not isinstance(content, str | None):
+        raise EndpointError("the server answers with lists of parts, not with texts, which are not read")
+    text = (content or "").encode(errors="replace").decode()
     return Reply(text, str(choice.get("finish_reason")), prompt, written, _logprobs(mapping(choice.get("logprobs"))))
 
 

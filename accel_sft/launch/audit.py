@@ -93,7 +93,7 @@ def _keys(launch: Launch) -> Iterator[Finding]:
 def _unknown(place: str, section: Mapping[str, Any], known: set[str]) -> Iterator[Finding]:
     names = sorted(known)
     for key in sorted(map(str, section.keys() - known)):
-        near = [name for name in names if name.endswith(f"_{key}")] or difflib.get_close_matches(key, names, n=1)
+        near = [name for name in names if name.endswith(f"_{key}")] or difflib.get_close_matches(key, names, 1, 0.85)
         what = f"{place}{one_line(key)} is unknown"
         yield error(what, f"did you mean {near[0]}?" if near else "remove it")
 

@@ -34,7 +34,6 @@ _MESSAGES = {
         r"out of (device )?memory|OutOfMemoryError|can't allocate memory|^MemoryError", re.I | re.M
     ),
     HUNG: re.compile(r"nothing has moved for \d+ seconds"),
-    KILLED: re.compile(r"(was|were) killed \(signal 9"),
 }
 """Maps a status to the pattern of the messages (of the trainer, torch or the launcher) that show this status."""
 _TAIL_BYTES = 1 << 16

@@ -26,7 +26,7 @@ def audit_parallelism(launch: Launch, where: str, *, batching: str, micro_batch_
         sizes = ", ".join(f"{name} {size}" for name, size in launch.parallelism.items() if size > 1)
         over = f"{launch.world_size} ranks ({launch.backend})"
         what = f"{where}: parallelism_config of {sizes} over {over} is not supported"
-        yield error(what, "choose sizes that fit the ranks, as hsdp.yaml, z3_sp.yaml and tp.yaml do")
+        yield error(what, "choose other sizes or remove them; hsdp.yaml, z3_sp.yaml and tp.yaml are examples")
     if launch.tensor_ranks > 1 and launch.precision[0] == "fp16":
         what = f"{where}: float16 under tensor parallelism: ranks would see different overflows"
         yield error(what, "--mixed_precision bf16 or no")

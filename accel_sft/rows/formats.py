@@ -75,7 +75,7 @@ def decompress(path: Path, compression: str, target: BinaryIO) -> None:
         if isinstance(error, OSError) and error.errno:  # the target's error; a damaged file's error has no number
             raise
         raise UserError(
-            f"{path}: cannot be decompressed ({error}); check that the file is complete and really {compression}"
+            f"{path}: cannot be decompressed ({error}); check that it is a complete {compression} file"
         ) from None
 
 
@@ -242,6 +242,9 @@ def _as_written(value: Any, type: Any, name: str) -> Any:
     if isinstance(value, bytes) and name not in _IMAGES and b"\0" not in value:  # some programs write texts as bytes
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode()
+    if isinstance(value, str) and getattr(type, "extension_name", "") == "arrow.json":  # of `datasets`
+        with contextlib.suppress(ValueError):
+            return json.loads(value)
     return value
 
 

@@ -99,8 +99,10 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
             "--model: the base weights under the adapter have changed since the run was started; restore them, or "
             "start a new run in another folder"
         )
-    parts = "task_file", "task_code", "task_libraries"
-    if any(before.get(part) and now.get(part) and before[part] != now[part] for part in parts):
+    parts = "task_code", "task_libraries"
+    file, file_now = (mapping(record.get("task_file")).get("sha256") for record in (before, now))  # it may have moved
+    changed_file = file and file_now and file != file_now
+    if changed_file or any(before.get(part) and now.get(part) and before[part] != now[part] for part in parts):
         what = "the task's code or its libraries have changed since the last start"
         cache.log(f"{run_dir}: {what}: earlier metrics, best/ included, may not be comparable")
 

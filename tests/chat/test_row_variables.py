@@ -127,6 +127,7 @@ def test_an_indentation_that_template_or_token_takes_is_reported(tokenizer):
     note += "the template or a token removes it; choose another --chat-template"
     for own, notes in ((trims, [note]), (takes, [note]), (with_template(tokenizer, TURNS), [])):
         assert encoded(own, ([ASK], "  y = x\n")).notes == notes
+        assert encoded(own, ([ASK], "  y = x\n  y = z\n")).notes == notes, "a later line begins as the first does"
         assert encoded(own, ([ASK], "y = x\n")).notes == []
 
 

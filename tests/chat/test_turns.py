@@ -250,6 +250,11 @@ def test_templates_that_expect_arguments_as_text_are_refused(tokenizer, written,
         Rendering(own).prompt(conversation(Chats(), [([], CALLED)], "train", 0).turns)
 
 
+def test_result_that_quotes_its_call_as_python_is_no_argument(tokenizer):
+    quoting = [*CALLED[:2], {**CALLED[2], "content": "called with {'town': 'Ulm'}"}, *CALLED[3:]]
+    assert len(encoded(with_template(tokenizer, CALLING), [([], quoting, TOOLS)]).kept) == 1
+
+
 def test_rows_with_tools_are_learnt_by_the_template_of_tools(tokenizer):
     own = with_template(tokenizer, {"default": chatml(tokenizer).chat_template, "tool_use": CALLING})
     encoding = encoded(own, [([], CALLED, TOOLS), (CHAT[:2], CHAT[2:3])])

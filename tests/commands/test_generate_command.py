@@ -205,7 +205,7 @@ TOOLS = (
     [
         ({}, "field 'prompt'"),
         ({"messages": 3}, 'a list of {"role"'),
-        ({"messages": [*QUESTION, {"role": "assistant", "content": "3"}]}, "a last turn of someone else"),
+        ({"messages": [*QUESTION, {"role": "assistant", "content": "3"}]}, "a last turn whose role is not assistant"),
         ({"prompt": "?", "tools": "{"}, "a list of schemas, or JSON of one"),
         ({"prompt": "?", "system": 3}, "field 'system'"),
         ({"prompt": "?", "chat_template_kwargs": {"a": 1}}, "no variables of the template"),

@@ -20,7 +20,7 @@ from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.cli.group import cli
 from accel_sft.evaluation import endpoint as client
 from accel_sft.evaluation import evaluator as evaluation
-from accel_sft.evaluation.endpoint import Endpoint
+from accel_sft.evaluation.endpoint import Endpoint, EndpointError
 from accel_sft.io.run_dir import RunDir
 
 SECRET = "sk-a-secret"
@@ -182,7 +182,7 @@ def test_broken_answer_is_retried(monkeypatch):
 @pytest.mark.parametrize(
     ("message", "logprobs", "text"),
     [
-        ({"content": [{"type": "text", "text": "a"}]}, {"content": 5}, ""),
+        ({"content": None}, {"content": 5}, ""),
         ({"content": "\ud800"}, {"tokens": 5, "token_logprobs": [-1.0]}, "?"),
         ("what", {"content": [{"token": "a", "logprob": -1}, {"token": "b", "logprob": float("nan")}]}, ""),
     ],
@@ -191,6 +191,12 @@ def test_answer_of_another_form_stops_nothing(message, logprobs, text):
     choice = {"message": message, "logprobs": logprobs}
     reply = Endpoint(answering(response({"choices": [choice]})), "m").chat(CHAT, 3)
     assert (reply.text, reply.logprobs) == (text, [])
+
+
+def test_answer_in_parts_is_refused_and_not_scored():
+    message = {"content": [{"type": "text", "text": "a"}]}
+    with pytest.raises(EndpointError, match="answers with lists of parts"):
+        Endpoint(answering(response({"choices": [{"message": message}]})), "m").chat(CHAT, 3)
 
 
 def test_answers_that_are_not_whole_are_counted(monkeypatch):

@@ -210,6 +210,14 @@ def test_narrow_floats_of_parquet_are_their_shortest_numbers(tmp_path):
         assert rows == [{"one": n, "known": n, "many": [n], "in": {"x": n}, "map": {"x": n}} for n in numbers], type
 
 
+def test_json_values_of_datasets_are_what_they_hold(tmp_path):
+    values = [["a", {"b": 1}], "a", 3, {"role": "user"}]
+    given = pyarrow.array([json.dumps(value) for value in values], pyarrow.json_(pyarrow.string()))
+    listed = pyarrow.ListArray.from_arrays([*range(len(values) + 1)], given)
+    pyarrow.parquet.write_table(pyarrow.table({"one": given, "many": listed}), tmp_path / "a.parquet")
+    assert list(read_rows(tmp_path / "a.parquet", dict)) == [{"one": value, "many": [value]} for value in values]
+
+
 def test_texts_of_parquet_as_bytes_are_texts(tmp_path):
     row = {"answer": "é".encode(), "image": b"P1", "turns": [{"content": b"x", "bytes": b"y"}]}
     path = parquet(tmp_path / "a.parquet", [row])

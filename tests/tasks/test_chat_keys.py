@@ -108,6 +108,9 @@ OTHER_PARTS = {
     "a file alone": (said(content={"type": "document", "source": {"data": "aQ=="}}), RowProblem, "source"),
     "a file of a tool": (messages(ASK, ANSWER, {"role": "user", "content": [OF_A_TOOL]}, MORE), RowProblem, "source"),
     "a label beside a text": (said(content=[{"text": "a", "label": "x"}]), RowProblem, "label"),
+    "a mark beside a text": (said(content={"text": "a", "weight": 0}), RowRefused, "weight"),
+    "Bedrock's document": (said(content=[{"document": {"bytes": "aQ=="}}]), RowProblem, "document"),
+    "Gemini's code": (said(content=[{"executableCode": {"code": "1"}}]), RowRefused, "executableCode"),
 }
 
 

@@ -277,6 +277,9 @@ def test_resume_makes_runs_whose_folder_is_gone_again(tmp_path):
     write_record(tmp_path, {**record, "schema": SCHEMA + 1})
     with pytest.raises(UserError, match="not the record of a comparison"):
         open_record(tmp_path, wanted, made)
+    write_record(tmp_path, {"schema": SCHEMA})
+    with pytest.raises(UserError, match="damaged; name another --output-dir"):
+        open_record(tmp_path, wanted, made)
 
 
 @pytest.mark.parametrize("metric", [float("nan"), "\ud800", [1]], ids=repr)

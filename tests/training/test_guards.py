@@ -370,10 +370,15 @@ def test_a_resume_with_another_score_says_so(tmp_path, capsys):
     config = TrainConfig().resolved({}).as_dict()
     before = {"task": "math", "config": config, "task_options": {}, "data_sha256": "a"}
     before |= {"task_code": "a", "task_libraries": {"library": "1.0"}}
+    before |= {"task_file": {"class": "A", "path": "a.py", "sha256": "a"}, "task": "a.py"}
     _check_unchanged(before, {**before, "task_code": None}, RunDir(tmp_path))
+    _check_unchanged(
+        before, {**before, "task_file": {**before["task_file"], "path": "elsewhere/a.py"}}, RunDir(tmp_path)
+    )
     _check_unchanged({**before, "task_code": None}, before, RunDir(tmp_path))
     assert capsys.readouterr().out == ""
-    for change in ({"task_code": "b"}, {"task_libraries": {"library": "1.1"}}):
+    other = {"task_file": {**before["task_file"], "sha256": "b"}}
+    for change in ({"task_code": "b"}, {"task_libraries": {"library": "1.1"}}, other):
         _check_unchanged(before, {**before, **change}, RunDir(tmp_path))
         assert "the task's code or its libraries have changed since the last start" in capsys.readouterr().out
 

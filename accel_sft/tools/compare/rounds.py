@@ -42,11 +42,14 @@ def open_record(folder: Path, wanted: Mapping[str, Any], settings: Sequence[Comp
     record = mapping(read_json(path))
     if record.get("schema") != SCHEMA:
         raise UserError(f"{path}: not the record of a comparison; name another --output-dir")
-    if _measured_alike(record) != _measured_alike({**wanted, "settings": entries}):
-        problem = "a comparison of other settings or files; name another folder, or repeat the command"
-        raise UserError(f"--output-dir {folder}: {problem} in its {COMPARISON}")
-    for entry, before in zip(entries, record["settings"], strict=True):
-        entry["runs"] = [run for run in before["runs"] if (folder / run["folder"]).is_dir()]  # others are run again
+    try:
+        if _measured_alike(record) != _measured_alike({**wanted, "settings": entries}):
+            problem = "a comparison of other settings or files; name another folder, or repeat the command"
+            raise UserError(f"--output-dir {folder}: {problem} in its {COMPARISON}, with this --output-dir")
+        for entry, before in zip(entries, record["settings"], strict=True):
+            entry["runs"] = [run for run in before["runs"] if (folder / run["folder"]).is_dir()]  # others run again
+    except (LookupError, TypeError, AttributeError):
+        raise UserError(f"{path}: damaged; name another --output-dir") from None
     return {**record, **wanted, "settings": entries, "status": "running"}
 
 

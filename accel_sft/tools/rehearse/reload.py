@@ -89,6 +89,8 @@ class Reloaded:
         if len(evaluated) > 1 and evaluated[0] == evaluated[-1]:
             what = "nothing was learnt: the validation loss is the same before and after training, to the bit"
             findings.append(fails(what, "check that --learning-rate is above 0, and which weights are trained"))
+        elif len(evaluated) < 2:
+            seen += "; without evaluations it is not checked whether anything was learnt"
         return seen, findings
 
     def merge(self) -> str:

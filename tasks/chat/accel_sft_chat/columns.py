@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from accel_sft import RowProblem
 from accel_sft_chat.images import with_images
-from accel_sft_chat.keys import AS_JSON, Remarks, RowRefused, is_empty, preferred, refused_in
+from accel_sft_chat.keys import AS_JSON, SWITCHES, Remarks, RowRefused, is_empty, preferred, refused_in
 from accel_sft_chat.messages import IN_PROMPT, Turn, content_of, read_turns
 from accel_sft_chat.turns import JOINED
 from accel_sft_chat.values import json_in, kind, text_of
@@ -39,7 +39,8 @@ _LISTS = ("conversation", "dialogue", "dialog", "contents")
 _VARIABLES = "chat_template_kwargs"
 _FORMS = (("messages",), ("prompt", "completion"), ("instruction", "output"), ("text",))
 _SAID = ("content", "tool_calls", "function_call")
-_NO_RAW_TEXT = ("label", "labels", "sentiment", "intent", "role", "parent_id", "image", "images", "file_name")
+_LABELS = ("label", "labels", "sentiment", "intent")
+_NO_RAW_TEXT = (*_LABELS, "role", "parent_id", "image", "images", "file_name")
 """Columns (labels, trees, captions) beside which a text is not raw text, unless --columns names the text's column."""
 _TOOLS_IN_TEXT = re.compile(r"<tools>(.*?)</tools>", re.DOTALL)
 _NAME_OF_TOOL = re.compile(r"""["']name["']\s*:\s*["']([^"']+)["']""")
@@ -117,10 +118,11 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
         for name in () if "text" in named else _NO_RAW_TEXT:
             is_other_file = name == "file_name" and not _names_image(row.get(name))
             if not (is_empty(row.get(name)) or is_other_file):
-                way = f"--columns prompt={first},completion={name}; the texts alone: --columns text={first}"
-                raise RowRefused(name, f"no {name} beside raw text; to learn it: {way}")
+                learn = f"to learn it: --columns prompt={first},completion={name}; " if name in _LABELS else ""
+                raise RowRefused(name, f"no {name} beside raw text; {learn}the texts alone: --columns text={first}")
         refused = refused_in(row)
-        refused.pop("label", None)  # the label of a text, not a judgement of an answer
+        for name in ("label", *SWITCHES):  # the label of a text, not a judgement of an answer; a prompt's switches
+            refused.pop(name, None)
         remarks.look(row, {first}, refused)
         turns = [{"role": "assistant", "content": _text(row, first, remarks, needed=True)}]
         return RowTurns(f"{RAW_TEXT} (column {first})", turns, "", None, tuple(remarks.notes), tuple(remarks.unread))

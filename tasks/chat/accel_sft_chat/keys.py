@@ -28,7 +28,7 @@ _JUDGED = (
     f"no judgement of the answer: {_NO_PREFERENCES} the good answers alone, keep rows with true and drop this column"
 )
 _SECOND = f"one answer: {_NO_PREFERENCES} the other answer alone, drop this column"
-_SWITCHES = dict.fromkeys(
+SWITCHES = dict.fromkeys(
     ("enable_thinking", "thinking_budget", "reasoning_effort"), "this key within the object chat_template_kwargs"
 )
 _ROW_MARKS = ("weight", "train", "loss", "mask", *_WEIGHTS)
@@ -49,7 +49,7 @@ AS_JSON = "with numbers, lists or objects in place of texts, which are read as J
 
 def refused_in(row: Mapping[str, Any]) -> dict[str, str]:
     """For each refused column of a row, what is expected in its place; some values of a column may be accepted."""
-    refused = {**VIDEOS, **_MASKS, **_SWITCHES, **dict.fromkeys(("rejected_response", "rejected_messages"), _SECOND)}
+    refused = {**VIDEOS, **_MASKS, **SWITCHES, **dict.fromkeys(("rejected_response", "rejected_messages"), _SECOND)}
     refused |= {name: _JUDGED for name in ("label", "kto_tag") if isinstance(_in_cell(row.get(name)), bool)}
     for name in _ROW_MARKS:
         value = _in_cell(row.get(name))  # 1 or true changes nothing, unless the column is a mask

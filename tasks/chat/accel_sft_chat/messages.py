@@ -38,10 +38,12 @@ _IN_CALLS = {"id", "type", "index", "function", "name", *_ARGUMENTS}
 _OTHERS_PARTS = {
     *("toolUse", "functionCall", "function_call", "toolResult", "functionResponse", "function_response"),
     *("reasoningContent", "inlineData", "inline_data", "fileData", "file_data", "guardContent", "cachePoint"),
+    *("citationsContent", "searchResult", "executableCode", "executable_code"),
+    *("codeExecutionResult", "code_execution_result"),
 }
 """Keys under which Bedrock's and Gemini's parts hold an object."""
 _FILES = ("image", "document", "video", "audio")
-_IN_FILES = {"bytes", "data", "base64", "s3Location"}
+_IN_FILES = {"bytes", "data", "base64", "fileUri", "file_uri", "s3Location"}
 _CALL_MARK = re.compile(
     r"<\|?(?:\w+:)?(?:tool|function)_?calls?\b.*?>|\[TOOL_CALLS?\]|<｜tool▁calls?▁begin｜>|<\|python_tag\|>|<function=",
     re.IGNORECASE,
@@ -168,10 +170,13 @@ def _refuse_other_parts(value: Any, field: str) -> None:
         given = {name: held for name, held in part.items() if held is not None} if isinstance(part, dict) else {}
         others = [name for name in given if name in _OTHERS_PARTS and isinstance(given[name], dict)]
         others += [name for name in _FILES if _is_file(given.get(name))]
+        others += [name for name in _FILES[1:] if isinstance(given.get(name), dict) and _IN_FILES & given[name].keys()]
         if _is_file(given) and given.get("type") not in _IMAGES:
             others.append("source")
-        if isinstance(value, list) and "type" not in given and len(given) > 1 and ("text" in given or "image" in given):
-            others += [name for name in given if name != "text"]
+        beside = [name for name in given if name not in ("text", "image")]
+        is_part = isinstance(value, list) or {*beside} <= {"thought", "thoughtSignature", "thought_signature", *_MARKS}
+        if is_part and "type" not in given and len(given) > 1 and len(beside) < len(given):
+            others += beside or ["image"]
         if others:
             raise _no_part(f"{field}[{number}]", others[0])
 
@@ -182,7 +187,7 @@ def _is_file(value: Any) -> bool:
 
 
 def _no_part(field: str, held: Any) -> RowProblem:
-    refusal = RowRefused if held in _OTHERS_PARTS else RowProblem
+    refusal = RowRefused if held in {*_OTHERS_PARTS, *_MARKS} else RowProblem
     return refusal(field, f"a part of type text or image, not {kind(held)}; give JSON as a text")
 
 
