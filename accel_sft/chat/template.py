@@ -87,7 +87,7 @@ class ChatTemplate:
 
     def _written(self, chats: Sequence[Turns], given: dict[str, Any], split: str, prompt: bool) -> list[str]:
         roles = "/".join(turn["role"] for turn in chats[0])
-        fix = "change the task's messages() or the model"
+        fix = "change the messages, or choose another --chat-template or model"
         try:
             texts: list[str] = self._control.tokenizer.apply_chat_template(
                 list(chats), chat_template=self.source_of(given), tokenize=False, add_generation_prompt=prompt, **given

@@ -114,7 +114,8 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
     else:
         exact = {name: shard[1] for name in names if (shard := _SHARD.fullmatch(name))}
     configs = _configurations(folder / "README.md")
-    exact = _by_card(folder, names, configs) or exact
+    by_card = _by_card(folder, names, configs)
+    exact = by_card or exact
     splits: dict[str, list[Path]] = {}
     for name, path in names.items():
         splits.setdefault(exact.get(name, "") if exact else _split_by_name(name), []).append(path)
@@ -127,6 +128,8 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
         lines.append(f"{folder}: not read, as in none of its splits: {beside[0].name}{more(len(beside) - 1)}")
     if others:
         lines.append(f"{folder}: not read, as of no known format: {others[0].name}{more(len(others) - 1)}")
+    if any("data_files" in config for config in configs) and not by_card:
+        lines.append(f"{folder}/README.md: no file that it names is there; splits are read by the names of files")
     if len(configs) > 1:
         configurations = ", ".join(str(config.get("config_name")) for config in configs)
         lines.append(f"{folder}: all its configurations are read: {configurations}; for one, name its files or folder")

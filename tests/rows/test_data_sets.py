@@ -142,7 +142,9 @@ def test_splits_of_a_card_are_read_as_it_says(tmp_path):
     assert list(read_rows(folder, answer, split="validation")) == ["gold.jsonl", "more/a.jsonl"]
     for content in ("- data_files: none.jsonl", "{", "- data_files: raw.jsonl\ndate: 2001-13-45", "!!bool x"):
         card.write_text(f"---\nconfigs:\n{content}\n---\n")
-        assert len(read_rows(folder, answer)) == 4, "the card names no file that is there, or is damaged"
+        rows = read_rows(folder, answer)
+        assert len(rows) == 4, "the card names no file that is there, or is damaged"
+        assert any("no file that it names is there" in note for note in rows.notes) == ("none.jsonl" in content)
     for pattern, expected in PATTERNS.items():
         card.write_text(f"---\nconfigs:\n- data_files: {pattern}\n---\n")
         assert list(read_rows(folder, answer)) == expected, pattern

@@ -322,7 +322,7 @@ LITTLE_HOST = ("--model", "tiny", "--gpus", "8", "--gpu-memory", "80", "--host-m
     [
         (("--launch", "z9"), ["--launch z9: no such file, and no launch file of this name is shipped"]),
         (("--ema-decay", "0.999", "--launch", "z3_nvme"), ["z3_offload.yaml"]),
-        (LITTLE_HOST, ["No launch file fits. Try --micro-batch-size auto, a lower --max-length, a smaller"]),
+        (LITTLE_HOST, ["No launch file fits. Try --adapter lora, --micro-batch-size auto, a lower --max-length"]),
         (("--launch", "z3_sp"), ["sequence parallelism is not predicted", "No launch file is recommended: each has a"]),
     ],
 )

@@ -54,7 +54,8 @@ class Answer:
         for plan in plans if self.config.details or len(self.plans) == 1 else ():
             yield from _details(plan.name, plan.estimate)
         if self.best is None:
-            ways = "--micro-batch-size auto, a lower --max-length, a smaller model, or more GPUs or host memory"
+            ways = "--adapter lora, " * (self.config.adapter == "none")
+            ways += "--micro-batch-size auto, a lower --max-length, a smaller model, or more GPUs or host memory"
             none = "No launch file is recommended: each has a problem, named above."
             yield _text(f"{self.why[0].upper()}{self.why[1:]}. Try {ways}." if plans else none, 0)
             return
