@@ -202,6 +202,7 @@ def test_a_comparison_names_the_steps_unless_they_are_few(tmp_path):
         assert disturbances == ([f"steps {first} to 40: other processes took 1.0 of 2 cores"] if taken == 8 else [])
 
 
+@pytest.mark.long
 def test_a_busy_process_is_told_in_output_and_files_of_a_run(tmp_path):
     beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
     try:
