@@ -24,8 +24,6 @@ from transformers import (
     GPT2LMHeadModel,
     MistralConfig,
     MistralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
     PhimoeConfig,
     PhimoeForCausalLM,
     Qwen2Config,
@@ -180,18 +178,16 @@ def test_pad_token_is_learnt_where_it_ends_the_turn():
 # --- what a model can take ---
 
 
-def chosen(model, examples=None, train=True, **settings):
-    config = TrainConfig(**settings).resolved({})
-    return choose_batching(Trial(Accelerator(cpu=True), model, config, examples or rows(), 0, train=train))
+def trial(model, examples=None, **settings):
+    return Trial(Accelerator(cpu=True), model, TrainConfig(**settings).resolved({}), examples or rows(), 0)
 
 
-@pytest.fixture
-def untouched(monkeypatch):
-    """transformers' own sdpa attention, as a process has it that prepared no model."""
-    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
+def chosen(*subject, **settings):
+    return choose_batching(trial(*subject, **settings))
 
 
-def test_attention_of_rows_is_registered_when_first_used(model, untouched):
+def test_attention_of_rows_is_registered_when_first_used(model, monkeypatch):
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)  # transformers' own
     assert chosen(model, batching="padded")[0].layout == "padded"
     by_rows = batching_of(("shared", "rows"), 64)
     assert AttentionInterface()["sdpa"] is sdpa_attention_forward
@@ -316,19 +312,12 @@ def test_undeclared_window_is_detected_by_the_longest_row(monkeypatch):
     assert "its loss is not that of single rows" in reasons
 
 
-def opt_with_dropout():
-    return OPTForCausalLM(OPTConfig(vocab_size=128, hidden_size=32, ffn_dim=64, num_attention_heads=2, dropout=0.1))
-
-
-def experts_drawn_at_random():
-    return PhimoeForCausalLM(small(PhimoeConfig, num_local_experts=4, num_experts_per_tok=2, intermediate_size=32))
-
-
-@pytest.mark.parametrize("make", [opt_with_dropout, experts_drawn_at_random])
-def test_randomness_that_is_no_module_is_seen_by_two_forwards(make):
+def test_randomness_that_is_no_module_is_seen_by_two_forwards():
     torch.manual_seed(0)
-    batching, line = chosen(make(), batching="shared")
-    assert batching.layout in ("packed", "padded" if make is opt_with_dropout else "packed"), line
+    config = small(PhimoeConfig, num_local_experts=4, num_experts_per_tok=2, intermediate_size=32)
+    model = PhimoeForCausalLM(config)  # it draws experts at random
+    batching, line = chosen(model, batching="shared")
+    assert batching.layout == "packed", line
     assert "would share their dropout (its forward is random in training)" in line
 
 
@@ -369,8 +358,6 @@ def test_a_head_in_pieces_gives_the_same_loss_and_gradients(model, way, monkeypa
 
 
 class Counted(torch.nn.Linear):
-    counts: list[int]
-
     def forward(self, hidden):
         self.counts.append(hidden.shape[:-1].numel())
         return super().forward(hidden)
@@ -406,11 +393,6 @@ def test_batch_is_copied_where_memory_cannot_be_pinned(monkeypatch):
         assert collate._pinned(row := torch.ones(2)) is row
 
 
-def trial(model, examples, train=True, **settings):
-    config = TrainConfig(**settings).resolved({})
-    return Trial(Accelerator(cpu=True), model, config, examples, 0, train=train)
-
-
 def test_reason_on_one_rank_rules_a_layout_out(model, monkeypatch):
     monkeypatch.setattr(collectives, "gather_object", lambda mine: [*mine, "the other rank says so"])
     batching, reasons = chosen(model)
@@ -429,7 +411,9 @@ def test_one_long_row_does_not_fill_many_short_ones_up():
 
 
 class Wrapped(torch.nn.Module):
-    """The real model, given `inputs` in place of its own."""
+    """The real model, given `inputs` in place of its own; unless it is `aware`, its attention knows no `rows`."""
+
+    aware = True
 
     def __init__(self, model):
         super().__init__()
@@ -439,7 +423,7 @@ class Wrapped(torch.nn.Module):
         return self.model.get_input_embeddings()
 
     def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None, **more):
-        inputs = self.inputs(input_ids, attention_mask, position_ids) | more
+        inputs = self.inputs(input_ids, attention_mask, position_ids) | (more if self.aware else {})
         output = self.model(**inputs, logits_to_keep=logits_to_keep, use_cache=False)
         output.logits = output.logits * self.factor(input_ids, attention_mask, output.logits)
         return output
@@ -452,10 +436,7 @@ class Wrapped(torch.nn.Module):
 
 
 class Unaware(Wrapped):
-    """A model whose attention knows no `rows`: each token sees all before it."""
-
-    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None, **_):
-        return super().forward(input_ids, attention_mask, position_ids, logits_to_keep)
+    aware = False
 
 
 class Sighted(Unaware):
@@ -479,12 +460,6 @@ class Refusing(Unaware):
         return super().inputs(ids, mask, positions)
 
 
-def test_model_refusing_without_a_message_gets_padded_rows(model):
-    batching, reasons = chosen(Refusing(model))
-    assert batching.layout == "padded"
-    assert reasons.count("the model's forward fails (AssertionError)") == 2, reasons
-
-
 class Smearing(Wrapped):
     """One that sees a little of the token before, whosever it is."""
 
@@ -500,6 +475,7 @@ class Smearing(Wrapped):
     ("wrapped", "reason"),
     [
         (Unaware, "not shared: its loss is not that of single rows"),
+        (Refusing, "the model's forward fails (AssertionError)"),
         (Smearing, "not packed: a change in one row changes another"),
     ],
 )

@@ -12,8 +12,8 @@ import torch
 import vision
 from accelerate import Accelerator
 from conftest import finished, stopped
-from fsdp2_job import FP32, SHARDED
 from matrix import matrix, run
+from reference_job import FP32, SHARDED
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
@@ -34,8 +34,8 @@ TASK = f"{vision.__file__}:Colours"
 JOB = ("--global-batch-size", "4", "--micro-batch-size", "1", "--max-new-tokens", "6", "--learning-rate", "0.003")
 JOB += ("--max-steps", "5", "--eval-every", "5", "--save-every", "2", "--keep-checkpoints", "3", "--dtype", "float32")
 ONE_PICTURED = ("--one-in", "20")
-LAUNCHES = {yaml: {"yaml": yaml, **FP32} for yaml in ("ddp", "z2", "z3", "z3_offload")} | {"fsdp2": SHARDED}
-LAUNCHES["hsdp"] = SHARDED | {"yaml": "hsdp", "launcher": ("--num_processes", "4", *FP32["launcher"])}
+LAUNCHES = {yaml: {"yaml": yaml, "launcher": FP32} for yaml in ("ddp", "z2", "z3", "z3_offload")} | {"fsdp2": SHARDED}
+LAUNCHES["hsdp"] = SHARDED | {"yaml": "hsdp", "launcher": ("--num_processes", "4", *FP32)}
 FAMILIES = [pytest.param(name, marks=pytest.mark.long) for name in vision.FAMILIES if name != "qwen2_vl"]
 
 

@@ -12,12 +12,13 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import psutil
 import pytest
 import scripts
 import torch
-from limits import wait_for
+from launches import background
 from places import CONFIGS, ROOT
-from stopping import JOB, STEPS, background, ranks, steps_done, whole
+from stopping import JOB, STEPS, whole
 
 from accel_sft.launch.start import differing_versions
 from accel_sft.resilience import exit, peers
@@ -49,7 +50,8 @@ def machines(launcher, run_dir):
         for rank in ("0", "1"):
             script, *words = (word.format(rank=rank) for word in MACHINES[launcher])
             command = [str(SCRIPTS / script), *words, "-m", "accel_sft", *JOB, "--output-dir", str(run_dir)]
-            launches.append(stack.enter_context(background(command, f"{run_dir}-{rank}.log", env=environment)))
+            log = run_dir.with_name(f"run-{rank}.log")
+            launches.append(stack.enter_context(background(command, run_dir, log, environment)))
         yield launches
 
 
@@ -153,9 +155,9 @@ def test_a_rank_without_a_store_reports_its_own_error_alone(monkeypatch, capfd):
 def test_two_machines_restart_after_one_lost_its_rank(launcher, launched, tmp_path):
     run_dir = tmp_path / "run"
     with machines(launcher, run_dir) as both:
-        wait_for(lambda: steps_done(run_dir) >= 18)
-        ranks(both[1])[0].kill()
-        ends = [launch.wait() for launch in both]
+        both[0].until_step(18)
+        psutil.Process(both[1].process.pid).children()[0].kill()
+        ends = [launch.process.wait() for launch in both]
     said = (tmp_path / "run-0.log").read_text()
     assert ends == [0, 0], said + (tmp_path / "run-1.log").read_text()
     assert "resumed" in said

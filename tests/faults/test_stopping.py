@@ -17,8 +17,8 @@ import pytest
 import scripts
 from conftest import finished
 from limits import limit, wait_for
-from reference_job import layout, same_weights
-from stopping import JOB, LAUNCHES, ranks, started, steps_done, whole
+from reference_job import FP32, layout, same_weights
+from stopping import JOB, LAUNCHES, steps_done, whole
 
 from accel_sft.io import lock
 
@@ -44,19 +44,20 @@ def same_end(run, run_dir):
         pytest.param("plain", signal.SIGINT, marks=LONG),
     ],
 )
-def test_signal_ends_the_step_with_a_resumable_checkpoint(launched, tmp_path, name, number):
+def test_signal_ends_the_step_with_a_resumable_checkpoint(launched, tmp_path, own_machine, name, number):
     run, run_dir = whole(launched, name), tmp_path / "run"
-    with started(run_dir, LAUNCHES[name], job=(*JOB, "--profile")) as process:
-        wait_for(lambda: steps_done(run_dir) >= 3)
-        ranks(process)[-1].send_signal(number)  # of two ranks to one alone: both learn of it
-        status = process.wait()
+    with own_machine.started("run", LAUNCHES[name], *JOB[1:], "--profile", launcher=FP32) as launch:
+        launch.until_step(3)
+        rank = launch.rank(1) if LAUNCHES[name] else launch.process
+        rank.send_signal(number)  # of two ranks to one alone: both learn of it
+        status = launch.process.wait()
     said = (tmp_path / "run.log").read_text()
     assert status == (128 + number if name == "plain" else 1), said
     result = json.loads((run_dir / "result.json").read_text())
     assert result["status"] == "interrupted"
     step = steps_done(run_dir)
     assert f"stopped by {number.name} after step {step}, with a checkpoint" in result["error"]
-    continued = rf"to continue: \S+ .*-m accel_sft math .*--output-dir {run_dir} --resume auto$"
+    continued = rf"to continue: \S+ .*-m accel_sft math --output-dir {run_dir} .*--resume auto$"
     assert re.search(continued, result["error"]), result["error"]
     assert result["error"] in said
     assert (latest := run_dir / "checkpoints" / "latest").read_text() == f"step-{step:06d}\n"
@@ -93,15 +94,8 @@ def told_at_the_end(accelerator, model, tokenizer, folder, *more, **settings):
 @pytest.mark.long
 def test_signal_ends_an_evaluation_unless_it_is_ignored(tmp_path):
     run_dir, few = tmp_path / "run", ("--validation-examples", "60", "--eval-batch-size", "1", "--max-steps", "2")
-    command = [
-        sys.executable,
-        "-c",
-        f"{PATCHED}Trainer.between_answers = told_to_stop; main()",
-        *JOB,
-        *few,
-        "--output-dir",
-        str(run_dir),
-    ]
+    program = f"{PATCHED}Trainer.between_answers = told_to_stop; main()"
+    command = [sys.executable, "-c", program, *JOB, *few, "--output-dir", str(run_dir)]
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for what a script starts in the background
     try:
         stopped = subprocess.run(command, capture_output=True, text=True)
@@ -217,14 +211,13 @@ def test_rank_names_its_lost_rank_despite_sigterm(tmp_path):
     assert json.loads(record.read_text())["message"]["message"] == "rank 1 was killed"
 
 
-def test_ranks_whose_launcher_was_killed_end_and_write_nothing_more(tmp_path):
+def test_ranks_whose_launcher_was_killed_end_and_write_nothing_more(tmp_path, own_machine):
     run_dir = tmp_path / "run"
-    with started(run_dir, "ddp") as process:
-        wait_for(lambda: steps_done(run_dir) >= 3)
-        orphans = ranks(process)
-        assert len(orphans) == 2
-        process.kill()
-        process.wait()
+    with own_machine.started("run", "ddp", *JOB[1:], launcher=FP32) as launch:
+        launch.until_step(3)
+        orphans = [launch.rank(0), launch.rank(1)]
+        launch.process.kill()
+        launch.process.wait()
         before = {path: path.stat().st_mtime_ns for path in sorted(run_dir.rglob("*")) if "logs" not in path.parts}
         wait_for(lambda: not any(orphan.is_running() for orphan in orphans), seconds=60)
     after = {path: path.stat().st_mtime_ns for path in sorted(run_dir.rglob("*")) if "logs" not in path.parts}
@@ -233,23 +226,23 @@ def test_ranks_whose_launcher_was_killed_end_and_write_nothing_more(tmp_path):
 
 
 @LONG
-def test_ranks_whose_launcher_is_killed_as_they_start_end_too(tmp_path):
-    with started(tmp_path / "run", "ddp") as process:
-        wait_for(lambda: len(psutil.Process(process.pid).children()) == 2)
+def test_ranks_whose_launcher_is_killed_as_they_start_end_too(own_machine):
+    with own_machine.started("run", "ddp", *JOB[1:], launcher=FP32) as launch:
+        launch.until(lambda: len(psutil.Process(launch.process.pid).children()) == 2, "two ranks")
         time.sleep(0.5)  # they are importing torch
-        orphans = ranks(process)
-        process.kill()
-        process.wait()
+        orphans = [launch.rank(0), launch.rank(1)]
+        launch.process.kill()
+        launch.process.wait()
         wait_for(lambda: not any(orphan.is_running() for orphan in orphans), seconds=30)
 
 
-def test_killed_rank_restarts_from_the_last_checkpoint(launched, tmp_path):
+def test_killed_rank_restarts_from_the_last_checkpoint(launched, tmp_path, own_machine):
     run, run_dir = whole(launched, "ddp"), tmp_path / "run"
-    with started(run_dir, "ddp", "--max_restarts", "1") as process:
-        wait_for(lambda: steps_done(run_dir) >= 18)
-        ranks(process)[1].kill()
-        assert process.wait() == 0, (tmp_path / "run.log").read_text()
-    said = (tmp_path / "run.log").read_text()
+    with own_machine.started("run", "ddp", *JOB[1:], launcher=(*FP32, "--max_restarts", "1")) as launch:
+        launch.until_step(18)
+        launch.rank(1).kill()
+        status, said = launch.process.wait(), launch.log.read_text()
+    assert status == 0, said
     assert "resumed" in said
     assert re.search(f"Error: {LOST}.*; the launcher starts the ranks again", said)
     assert "Traceback (most recent call last):\n  File" not in said.split("Error: rank 1")[0]

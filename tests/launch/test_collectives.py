@@ -6,9 +6,8 @@ import fsdp2_on_cpu
 import pytest
 import yaml
 from conftest import finished
-from fsdp2_job import SHARDED
 from places import CONFIGS, SUPPORT
-from reference_job import FP32, JOB, ONCE, own_task
+from reference_job import FP32, JOB, ONCE, SHARDED, own_task
 
 from accel_sft.launch.accelerator import group_timeout
 from accel_sft.launch.environment import usable_cores

@@ -8,8 +8,7 @@ import fsdp2_on_cpu
 import pytest
 import torch
 from conftest import finished
-from fsdp2_job import FP32, SHARDED, weights
-from reference_job import JOB, goes_on_to_the_same_bits, layout, same_curve
+from reference_job import FP32, JOB, SHARDED, goes_on_to_the_same_bits, layout, same_curve, weights
 
 pytestmark = pytest.mark.skipif(not fsdp2_on_cpu.RUNS_HERE, reason="this torch's FSDP2 does not run on CPUs")
 LORA = (*JOB, "--adapter", "lora", "--lora-dropout", "0", "--eval-every", "3", "--save-every", "off")
@@ -41,7 +40,7 @@ def test_evaluate_gives_the_runs_own_numbers(launched, tmp_path):
 @pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_tied_model_resumes_bit_for_bit_and_writes_one_head(launched, tmp_path, copies):
     arguments = (*JOB, "--eval-every", "off", "--save-every", "3", "--gradient-checkpointing")
-    ranks = {"launcher": ("--num_processes", str(2 * copies), *FP32["launcher"])}
+    ranks = {"launcher": ("--num_processes", str(2 * copies), *FP32)}
     sharing = SHARDED | ranks | {"yaml": "hsdp" if copies > 1 else "fsdp2"}
     whole = launched(f"fsdp2 full {copies}", *arguments, **sharing)
     goes_on_to_the_same_bits(whole, tmp_path / "run", 3, **sharing)

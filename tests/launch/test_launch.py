@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import textwrap
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.io import terminal
 from accel_sft.launch import audit as auditing
-from accel_sft.launch import deepspeed_ops, describe, environment, host_memory, precision
+from accel_sft.launch import child, deepspeed_ops, describe, environment, host_memory, precision
 from accel_sft.launch.accelerator import create_accelerator, verify_engine
 from accel_sft.launch.audit import audit, refuse
 from accel_sft.launch.environment import threads_per_process, usable_cores
@@ -53,7 +52,8 @@ Z2_OFFLOAD = zero(zero_stage=2, offload_optimizer_device="cpu")
 
 def written(folder, content, name="launch.yaml"):
     path = folder / name
-    path.write_text(json.dumps(content) if name.endswith(".json") else yaml.safe_dump(content))
+    as_text = json.dumps if name.endswith(".json") else yaml.safe_dump
+    path.write_text(content if isinstance(content, str) else as_text(content))
     return path
 
 
@@ -149,30 +149,28 @@ def test_second_machine_numbers_its_ranks_after_the_first():
 REFUSED = {
     "an unknown key": (Z2 | {"num_proceses": 2}, "unknown keys (['num_proceses'])"),
     "no backend": ({"num_processes": 2}, "A `distributed_type` must be specified"),
-    "a size in words": (Z2 | {"parallelism_config": {"parallelism_config_sp_size": "two"}}, "TypeError: '>' not"),
     "fewer processes than machines": (Z2 | {"num_machines": 3}, "num_processes 2 on 3 machines: give at least one"),
     "a bare no": (Z2 | {"mixed_precision": False}, "in quotes: YAML reads a bare no as false"),
     "no JSON": (zero(deepspeed_config_file="none.json"), "none.json: cannot be read as JSON"),
     "JSON without an end": (zero(deepspeed_config_file="/dev/zero"), "/dev/zero: cannot be read as JSON"),
     "no keys": (["a", "b"], "write one `key: value` a line"),
+    "half": ("a: [", "launch.yaml: cannot be read"),
+    "deep": ("[" * 5000, "launch.yaml: cannot be read"),
+    "none": (None, "launch.yaml: cannot be read"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_the_launcher_would_refuse_is_refused_in_a_line(case, tmp_path):
     content, expected = REFUSED[case]
+    if content is not None:
+        written(tmp_path, content)
     with pytest.raises(UserError, match=re.escape(expected)) as raised:
-        launch_of_yaml(written(tmp_path, content))
+        launch_of_yaml(tmp_path / "launch.yaml")
     assert len(raised.value.problems) == 1
 
 
-@pytest.mark.parametrize("text", ["a: [", "[" * 5000], ids=["half", "deep"])
-def test_unreadable_launch_file_or_flag_is_named(text, tmp_path):
-    path = tmp_path / "launch.yaml"
-    path.write_text(text)
-    for file in (path, tmp_path / "none.yaml"):
-        with pytest.raises(UserError, match=f"{file}: cannot be read"):
-            launch_of_yaml(file)
+def test_a_flag_that_the_launcher_refuses_is_named(tmp_path):
     with pytest.raises(UserError, match=r"refuse it: .*error: argument --zero_stage.*: invalid int") as raised:
         launch_of_yaml(written(tmp_path, Z2), "--zero_stage", "two")
     assert "usage" not in str(raised.value)
@@ -207,19 +205,13 @@ REFUSED_YAML = {
     "another size of a group": (sized(FSDP, 4, dp_replicate=2, dp_shard=4), 4, "is not supported"),
     "groups without FSDP": (sized(DDP, dp_replicate=2), 2, "is not supported"),
     "size without its prefix": (Z2 | {"parallelism_config": {"tp_size": 2}}, 0, "mean parallelism_config_tp_size?"),
-    "TP beside FSDP": (sized(FSDP, 4, tp=2), 4, "is not supported"),
     "TP beside data parallelism": (sized(DDP, 4, tp=2), 4, "tp 2 over 4 ranks (ddp) is not supported"),
     "TP in float16": (sized(DDP, tp=2) | {"mixed_precision": "fp16"}, 2, "ranks would see different overflows"),
     "context parallelism": (sized(FSDP, 4, cp=2), 4, "is not supported"),
     "shared rows without DeepSpeed": (sized(DDP, sp=2), 2, "is not supported"),
     "rows shared by unequal groups": (sized(Z2, 3, sp=2), 0, "sp 2 over 3 ranks (deepspeed) is not supported"),
     "rows shared and groups": (sized(Z2, sp=2, dp_replicate=2), 0, "is not supported"),
-    "a size by flag": (
-        Z2,
-        0,
-        "_sp_size would be ignored in silence",
-        "--parallelism_config_sp_size 2",
-    ),
+    "a size by flag": (Z2, 0, "_sp_size would be ignored in silence", "--parallelism_config_sp_size 2", {}),
     "fewer ranks than asked for": (DDP | {"distributed_type": "NO"}, 0, "2 processes asked for, 1 started: set dist"),
     "packed rows that are shared": (sized(Z2, sp=2), 0, "--batching: under sequ", "", {"batching": "packed"}),
     "several rows shared": (sized(Z2, sp=2), 0, "--micro-batch-size: under sequ", "", {"micro_batch_size": "4"}),
@@ -244,7 +236,6 @@ REFUSED_JSON = {
     "autocast": (JSON | {"torch_autocast": {"enabled": True, "dtype": "float16"}}, "another precision than the run's"),
     "data efficiency": (JSON | {"data_efficiency": {"enabled": True}}, "data_efficiency changes what a step learns"),
     "removed": (JSON | {"curriculum_learning": {"enabled": True}}, "curriculum_learning is unknown: remove it"),
-    "typo in an offload": (offloading(2, pin_memoy=True), "refuses zero_optimization.offload_optimizer.pin_memoy"),
     "data types in a word": (JSON | {"data_types": "fp32"}, "data_types: expected keys with values"),
     "another precision by flag": (JSON | {"bf16": {"enabled": True}}, '"auto"', "--mixed_precision no"),
     "an allreduce of shared rows": (
@@ -256,27 +247,19 @@ REFUSED_JSON = {
 }
 
 
-def refused(folder, content, devices, expected, flags="", settings=None):
-    with pytest.raises(UserError, match=re.escape(expected)):
-        refuse(audited(folder, content, *flags.split(), devices=devices, **(settings or {})))
-
-
 @pytest.mark.parametrize("case", REFUSED_YAML)
 def test_launch_files_that_cannot_train_are_refused(case, tmp_path, built):
-    refused(tmp_path, *REFUSED_YAML[case])
+    content, devices, expected, flags, settings = (*REFUSED_YAML[case], "", {})[:5]
+    with pytest.raises(UserError, match=re.escape(expected)):
+        refuse(audited(tmp_path, content, *flags.split(), devices=devices, **settings))
 
 
 @pytest.mark.parametrize("case", REFUSED_JSON)
 def test_deepspeed_json_that_cannot_train_is_refused(case, tmp_path, built):
     content, expected, flags, sizes = (*REFUSED_JSON[case], "", {})[:4]
-    launch = sized(with_json(tmp_path, content), **sizes) if sizes else with_json(tmp_path, content)
-    refused(tmp_path, launch, 0, expected, flags)
-
-
-def test_a_size_that_is_none_is_refused():
-    variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "two"}
-    with pytest.raises(UserError, match="PARALLELISM_CONFIG_TP_SIZE is 'two': expected a number of ranks"):
-        audit(TrainConfig(), read_launch(variables, []), devices=0)
+    launch = with_json(tmp_path, content)
+    with pytest.raises(UserError, match=re.escape(expected)):
+        refuse(audited(tmp_path, sized(launch, **sizes) if sizes else launch, *flags.split()))
 
 
 def test_all_errors_are_raised_together(tmp_path, built):
@@ -291,7 +274,6 @@ WARNS = {
     "accumulation": (Z2_ACCUMULATES, "", "gradient_accumulation_steps 4 is not used"),
     "compiler": (DDP | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "", "dynamo_backend INDUCTOR is not used"),
     "clipping by flag": (DDP, "--gradient_clipping 0.1", "gradient_clipping 0.1 is not used: remove it; --max-grad"),
-    "batch": (JSON | {"train_batch_size": 64}, "train_batch_size 64 is not used"),
     "clipping in a word": (JSON | {"gradient_clipping": "x"}, "ds.json: gradient_clipping x is not used: remove it"),
     "precision": (JSON | {"bf16": {"enabled": False}}, "fixes the precision to no"),
     "exchange": (JSON | {"communication_data_type": "fp16"}, "communication_data_type fp16 makes gradients less"),
@@ -343,8 +325,7 @@ def test_missing_tools_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(deepspeed_ops.ctypes.util, "find_library", lambda name: None)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
     monkeypatch.delenv("LDFLAGS", raising=False)
-    findings = audit(TrainConfig(), launch, devices=0)
-    errors = "\n".join(lines(findings, "error"))
+    errors = "\n".join(lines(audit(TrainConfig(), launch, devices=0), "error"))
     for fix in ("install g++", "python3-dev", "libaio-dev"):
         assert fix in errors
     assert lines(audited(tmp_path, Z2), "error") == []
@@ -356,14 +337,14 @@ def test_missing_tools_are_named(tmp_path, monkeypatch):
     assert isinstance(deepspeed_ops.compiling(launch), contextlib.nullcontext)
 
 
-@pytest.mark.parametrize(("device", "needs_nvcc"), [("cpu", False), ("nvme", True)])
-def test_only_the_disk_operator_needs_the_cuda_toolkit(tmp_path, monkeypatch, device, needs_nvcc):
-    content = zero(zero_stage=3, zero3_save_16bit_model=True, offload_optimizer_device=device)
+def test_only_the_disk_operator_needs_the_cuda_toolkit(tmp_path, monkeypatch):
     which = deepspeed_ops.shutil.which
     monkeypatch.setattr(deepspeed_ops.shutil, "which", lambda name: None if name == "nvcc" else which(name))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    errors = "\n".join(lines(audited(tmp_path, content, devices=2), "error"))
-    assert ("nvcc is missing" in errors) is needs_nvcc
+    for device in ("cpu", "nvme"):
+        content = zero(zero_stage=3, zero3_save_16bit_model=True, offload_optimizer_device=device)
+        errors = "\n".join(lines(audited(tmp_path, content, devices=2), "error"))
+        assert ("nvcc is missing" in errors) is (device == "nvme")
 
 
 def test_unseen_gpu_is_an_error_unless_hidden_on_purpose(tmp_path, built, monkeypatch):
@@ -399,70 +380,42 @@ def test_lock_of_a_compilation_is_named_and_stays(tmp_path, monkeypatch):
 TWO_RANKS = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 
 
-@pytest.mark.parametrize(
-    ("variables", "threads"),
-    [
+def test_ranks_share_the_cores_unless_the_user_set_threads(monkeypatch):
+    for variables, threads in (
         (TWO_RANKS | {"OMP_NUM_THREADS": "1"}, max(1, usable_cores() // 2)),  # the launcher's own
         (TWO_RANKS | {"OMP_NUM_THREADS": "3"}, 3),
         ({"OMP_NUM_THREADS": "1"}, 1),
         ({}, usable_cores()),
-    ],
-)
-def test_ranks_share_the_cores_unless_the_user_set_threads(variables, threads, monkeypatch):
-    monkeypatch.setattr(os, "environ", variables)
-    assert threads_per_process() == threads
+    ):
+        monkeypatch.setattr(os, "environ", variables)
+        assert threads_per_process() == threads
 
 
-@pytest.mark.parametrize(
-    ("lines", "files"),
-    [
-        (["0::/job/step"], {"cpu.max": "max 100000", "job/cpu.max": "250000 100000", "job/step/cpu.max": "max 100000"}),
-        (
-            ["4:cpu,cpuacct:/job", "0::/"],
-            {
-                "cpu,cpuacct/job/cpu.cfs_quota_us": "250000",
-                "cpu,cpuacct/job/cpu.cfs_period_us": "100000",
-                "cpu,cpuacct/cpu.cfs_quota_us": "-1",
-                "cpu,cpuacct/cpu.cfs_period_us": "100000",
-            },
-        ),
-    ],
-    ids=["the group above in version 2", "version 1"],
-)
-def test_cpu_quota_of_any_cgroup_limits_cores(tmp_path, monkeypatch, lines, files):
+GROUPS = "sys/fs/cgroup"
+QUOTAS = {
+    "the group above in version 2": {
+        "proc/self/cgroup": "0::/job/step",
+        **{f"{GROUPS}/{name}cpu.max": "max 100000" for name in ("", "job/step/")},
+        f"{GROUPS}/job/cpu.max": "250000 100000",
+    },
+    "version 1": {
+        "proc/self/cgroup": "4:cpu,cpuacct:/job\n0::/",
+        **{f"{GROUPS}/cpu,cpuacct/{name}cpu.cfs_period_us": "100000" for name in ("", "job/")},
+        f"{GROUPS}/cpu,cpuacct/job/cpu.cfs_quota_us": "250000",
+        f"{GROUPS}/cpu,cpuacct/cpu.cfs_quota_us": "-1",
+    },
+}
+
+
+@pytest.mark.parametrize("files", QUOTAS.values(), ids=QUOTAS)
+def test_cpu_quota_of_any_cgroup_limits_cores(tmp_path, monkeypatch, files):
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
-    texts = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
-    for name, text in {"proc/self/cgroup": "\n".join(lines), **texts}.items():
+    for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     monkeypatch.setattr(host_memory, "SYSTEM", tmp_path)
     assert usable_cores() == 3
-
-
-@pytest.mark.parametrize("given", [None, "3"])
-def test_launch_from_command_gets_users_threads_only(tmp_path, given):
-    """Ranks would keep this process's own number, all cores, as the user's."""
-    process = python(
-        f"""
-        import os, sys
-        os.environ.pop("OMP_NUM_THREADS", None)
-        if {given!r}:
-            os.environ["OMP_NUM_THREADS"] = {given!r}
-        from pathlib import Path
-        from accel_sft.launch import environment
-        from accel_sft.launch.child import launch
-        environment.usable_cores = lambda: 8
-        environment.prepare_environment()
-        environment.prepare_environment()
-        print(os.environ["OMP_NUM_THREADS"])
-        folder = Path({str(tmp_path)!r})
-        child = "import os; print(os.environ.get('OMP_NUM_THREADS'))"
-        launch([sys.executable, "-c", child], {{}}, folder, folder / "log", 60.0, lambda: None)
-        """,
-    )
-    assert process.communicate(timeout=60)[0].strip() == (given or "8")
-    assert (tmp_path / "log").read_text().strip() == str(given)
 
 
 @pytest.fixture
@@ -479,6 +432,17 @@ def prepared(monkeypatch):
     gc.set_threshold(*thresholds)
 
 
+@pytest.mark.parametrize("given", [{}, {"OMP_NUM_THREADS": "3"}])
+def test_launch_from_command_gets_users_threads_only(tmp_path, given, prepared, monkeypatch):
+    """Ranks would keep this process's own number, all cores, as the user's."""
+    monkeypatch.setattr(environment, "usable_cores", lambda: 8)
+    users = given.get("OMP_NUM_THREADS")
+    assert prepared(**prepared(**given))["OMP_NUM_THREADS"] == (users or "8")
+    prints = "import os; print(os.environ.get('OMP_NUM_THREADS'))"
+    child.launch([sys.executable, "-c", prints], {}, tmp_path, tmp_path / "log", 60.0, lambda: None)
+    assert (tmp_path / "log").read_text().strip() == str(users)
+
+
 def test_the_ninja_beside_this_python_comes_before_the_systems(tmp_path, prepared):
     """Another version's log is not understood, and all operators would be compiled anew."""
     systems = tmp_path / "ninja"
@@ -490,16 +454,11 @@ def test_the_ninja_beside_this_python_comes_before_the_systems(tmp_path, prepare
     assert shutil.which("ninja", path=after) == str(Path(sysconfig.get_path("scripts"), "ninja"))
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, "expandable_segments:True"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native"),
-        ({"PYTORCH_ALLOC_CONF": "backend:native"}, None),
-    ],
-)
-def test_gpu_allocator_fills_gaps_unless_the_user_set_it(given, expected, prepared):
-    assert prepared(**given).get("PYTORCH_CUDA_ALLOC_CONF") == expected
+def test_gpu_allocator_fills_gaps_unless_the_user_set_it(prepared):
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    assert prepared()[name] == "expandable_segments:True"
+    assert prepared(**{name: "backend:native"})[name] == "backend:native"
+    assert name not in prepared(PYTORCH_ALLOC_CONF="backend:native")
 
 
 def test_verify_engine_reports_each_difference(tmp_path, monkeypatch):
@@ -519,47 +478,35 @@ def test_verify_engine_reports_each_difference(tmp_path, monkeypatch):
     assert differing == ["ZeRO stage", "clipping", "gradient accumulation", "precision", "ranks"]
 
 
-def python(script, *arguments, **environment):
-    """A fresh interpreter running `script`, not yet waited for."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
-    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env={**inherited, **environment}, cwd=ROOT, **pipes)
+QUIET = """
+import os, pathlib, subprocess, sys
+from accel_sft.io.terminal import quiet, terminal
+folder = pathlib.Path(sys.argv[1])
+with quiet(folder / "logs" / "rank-0.log") as ours:
+    print("from Python")
+    subprocess.run(["echo", "from a compiler"])
+    os.write(2, b"from C\\n")
+    print("ours", file=ours)
+    with quiet(folder / "inner.log"):
+        print("deeper")
+        print("ours too", file=terminal())
+    print("outer again")
+print("after")
+try:
+    with quiet(None):
+        print("would be lost")
+        raise RuntimeError
+except RuntimeError:
+    pass
+with quiet(folder / "never.log", debug=True):
+    print("debugging")
+"""
 
 
 def test_quiet_leaves_chatter_to_the_file(tmp_path):
-    process = python(
-        """
-        import os, pathlib, subprocess, sys
-        from accel_sft.io.terminal import quiet, terminal
-        folder = pathlib.Path(sys.argv[1])
-        print("before")
-        with quiet(folder / "logs" / "rank-0.log") as ours:
-            print("from Python")
-            subprocess.run(["echo", "from a compiler"])
-            os.write(2, b"from C\\n")
-            print("ours", file=ours)
-            with quiet(folder / "inner.log"):
-                print("deeper")
-                print("ours too", file=terminal())
-            print("outer again")
-        print("after")
-        try:
-            with quiet(None):
-                print("would be lost")
-                raise RuntimeError
-        except RuntimeError:
-            pass
-        with quiet(folder / "never.log", debug=True):
-            print("debugging")
-        assert "torch" not in sys.modules
-        """,
-        tmp_path,
-    )
-    stdout, stderr = process.communicate()
-    assert process.returncode == 0, stderr
-    assert stdout.splitlines() == ["before", "ours", "ours too", "after", "debugging"]
-    assert stderr == "would be lost\n"
+    done = subprocess.run([sys.executable, "-c", QUIET, tmp_path], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "would be lost\n")
+    assert done.stdout.splitlines() == ["ours", "ours too", "after", "debugging"]
     log = (tmp_path / "logs" / "rank-0.log").read_text()
     assert sorted(filter(None, log.splitlines())) == ["from C", "from Python", "from a compiler", "outer again"]
     assert (tmp_path / "inner.log").read_text() == "deeper\n"
@@ -575,33 +522,28 @@ def test_only_long_waits_are_reported_with_their_seconds(monkeypatch, capsys):
     assert re.fullmatch(r"(DeepSpeed compiles cpu_adam: \d s so far\n){2,3}", capsys.readouterr().out)
 
 
+TORCHRUN = ["/x/python", "bin/torchrun", "--nproc_per_node", "2", "-m", "accel_sft", "math"]
 LAUNCHER = ["/x/python3", "/x/bin/accelerate", "launch", "--config_file", "z 2.yaml", "-m", "accel_sft", "math"]
 AUTO = "--output-dir a --resume auto"
 
 
 @pytest.mark.parametrize(
-    ("launcher", "typed", "output_dir", "expected"),
+    ("above", "typed", "output_dir", "expected"),
     [
         (LAUNCHER, "", None, f"/x/bin/accelerate launch --config_file 'z 2.yaml' -m accel_sft math {AUTO}"),
+        (TORCHRUN, "a rank's own", None, f"bin/torchrun --nproc_per_node 2 -m accel_sft math {AUTO}"),
         ([], "python -m accel_sft math", None, f"python -m accel_sft math {AUTO}"),
         ([], "/x/python bin/accel-sft math", None, f"bin/accel-sft math {AUTO}"),
         ([], "x --hf-token a --output-dir r", "r", "x --hf-token '***' --output-dir r --resume auto"),
         ([], "x --resume=auto --output-dir r", "r", "x --resume=auto --output-dir r"),
     ],
 )
-def test_command_to_continue_a_run_is_its_first_command(launcher, typed, output_dir, expected, monkeypatch):
-    monkeypatch.setattr(describe, "launcher_command", lambda: (launcher, Path()))
+def test_command_to_continue_a_run_is_its_first_command(above, typed, output_dir, expected, monkeypatch):
+    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID") if above else ():
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(psutil.Process, "parents", lambda self: [SimpleNamespace(cmdline=lambda: above, cwd=os.getcwd)])
     monkeypatch.setattr(sys, "orig_argv", typed.split())
     assert describe.resume_command(Path.cwd() / "a", output_dir) == expected
-
-
-def test_under_torchrun_the_command_that_continues_a_run_is_torchruns(monkeypatch):
-    """Not that of one of its ranks."""
-    above = ["/x/python", "bin/torchrun", "--nproc_per_node", "2", "-m", "accel_sft", "math"]
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setattr(psutil.Process, "parents", lambda self: [SimpleNamespace(cmdline=lambda: above, cwd=os.getcwd)])
-    command = describe.resume_command(Path.cwd() / "a", None)
-    assert command == "bin/torchrun --nproc_per_node 2 -m accel_sft math --output-dir a --resume auto"
 
 
 def test_ranks_that_would_train_alone_are_refused():
@@ -612,26 +554,23 @@ def test_ranks_that_would_train_alone_are_refused():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+PARALLEL = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
         ({"WORLD_SIZE": "2"}, "RANK is not set, MASTER_ADDR is not set, MASTER_PORT is not set: unset WORLD_SIZE"),
         ({"WORLD_SIZE": "abc", "RANK": "-1"}, "WORLD_SIZE is 'abc', RANK is '-1'"),
+        (PARALLEL | {"PARALLELISM_CONFIG_TP_SIZE": "two"}, "PARALLELISM_CONFIG_TP_SIZE is 'two': expected a number of"),
+        ({"ACCELERATE_MIXED_PRECISION": "evil"}, "mixed_precision evil (ACCELERATE_MIXED_PRECISION) is not supported"),
     ],
 )
 def test_what_no_launcher_sets_is_refused_in_a_line(variables, message, prepared):
     with pytest.raises(UserError) as raised:
-        prepared(**variables)
+        refuse(audit(TrainConfig(), read_launch(prepared(**variables), []), 0))
     (line,) = raised.value.problems
     assert line.startswith(message)
-
-
-def test_a_precision_that_is_none_is_refused():
-    launch = read_launch({"ACCELERATE_MIXED_PRECISION": "evil"}, [])
-    (line,) = lines(audit(TrainConfig(), launch, 0), "error")
-    assert (
-        line == "mixed_precision evil (ACCELERATE_MIXED_PRECISION) is not supported: --mixed_precision bf16, fp16 or no"
-    )
 
 
 @pytest.mark.parametrize("named", ["ds.json", "more/ds.json"])

@@ -10,10 +10,9 @@ import pytest
 import torch
 import transformers
 from conftest import CUTS_WEIGHTS, finished, stopped
-from fsdp2_job import weights
 from matrix import matrix, run
 from places import SUPPORT
-from reference_job import FP32, JOB, ONCE, goes_on_to_the_same_bits, layout, same_curve
+from reference_job import FP32, JOB, ONCE, goes_on_to_the_same_bits, layout, same_curve, weights
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError

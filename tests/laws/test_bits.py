@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 
-import psutil
 from conftest import finished
-from limits import wait_for
 from reference_job import FP32, JOB, ONCE, layout, own_task, same_curve, same_weights
-from stopping import ranks, started, steps_done
 
 DROPOUT = ("math", "--adapter", "lora", "--lora-dropout", "0.1", "--max-steps", "20", "--global-batch-size", "10")
 DROPOUT += ("--train-examples", "500", "--seed", "7", "--eval-every", "off", "--save-every", "20")
@@ -21,15 +18,12 @@ def test_same_command_ends_with_the_same_bits(launched, tmp_path):
     same_weights(first.run_dir, tmp_path / "run")
 
 
-def test_ranks_killed_before_a_checkpoint_end_with_the_same_bits(tmp_path):
+def test_ranks_killed_before_a_checkpoint_end_with_the_same_bits(tmp_path, own_machine):
     options = {"yaml": "ddp", "launcher": FP32}
     whole = finished(*DROPOUT, run_dir=tmp_path / "whole", **options)
     run_dir = tmp_path / "run"
-    with started(run_dir, "ddp", job=DROPOUT) as process:
-        wait_for(lambda: steps_done(run_dir) >= 1 or process.poll() is not None)
-        ranks(process)
-    psutil.wait_procs(process.family)
-    assert steps_done(run_dir) >= 1, (tmp_path / "run.log").read_text()
+    with own_machine.started("run", "ddp", *DROPOUT[1:], launcher=FP32) as launch:
+        launch.until_step(1)
     assert not list(run_dir.glob("checkpoints/*"))
     assert (run_dir / "batching.json").is_file()
     resumed = finished(*DROPOUT, "--resume", "auto", run_dir=run_dir, **options)

@@ -78,12 +78,8 @@ def test_overlapping_deepspeed_draws_the_same_curve(launched, tmp_path, stage):
 @pytest.mark.nvme
 @pytest.mark.timeout(1500)
 def test_states_on_disk_draw_the_same_curve(launched, tmp_path):
-    disk = (
-        "--offload_param_nvme_path",
-        str(tmp_path / "disk"),
-        "--offload_optimizer_nvme_path",
-        str(tmp_path / "disk"),
-    )
+    folder = str(tmp_path / "disk")
+    disk = ("--offload_param_nvme_path", folder, "--offload_optimizer_nvme_path", folder)
     run = launched("z3_nvme", *JOB, *ONCE, yaml="z3_nvme", launcher=(*FP32, *disk))
     same_curve(layout(launched, "plain").lines(), run.lines())
     assert not list((tmp_path / "disk").glob("*-*")), "swap files were left behind"

@@ -15,10 +15,9 @@ import torch
 from accelerate import Accelerator
 from architectures import make
 from checkpoints import saved
-from fsdp2_job import FP32, SHARDED
 from models import loaded
 from peft import AdaLoraConfig, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
-from reference_job import goes_on_to_the_same_bits
+from reference_job import FP32, SHARDED, goes_on_to_the_same_bits
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -170,7 +169,7 @@ def test_variant_under_a_launch_draws_the_curve_of_one_process(launched, tmp_pat
     alone = launched(f"alone, {' '.join(options)}", *job)
     if yaml == "fsdp2" and not fsdp2_on_cpu.RUNS_HERE:
         pytest.skip("this torch's FSDP2 does not run on CPUs")
-    sharing = dict(SHARDED) if yaml == "fsdp2" else {"yaml": yaml, **FP32}
+    sharing = dict(SHARDED) if yaml == "fsdp2" else {"yaml": yaml, "launcher": FP32}
     run = launched(f"variant {name}", *job, **sharing)
     for ours, theirs in zip(run.lines(), alone.lines(), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-5)

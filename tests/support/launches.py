@@ -114,6 +114,22 @@ class Launch:
         return Launched(self.folder, status, self.log.read_text(errors="replace"), left=len(left))
 
 
+@contextlib.contextmanager
+def background(command: list[str], folder: Path, log: Path, environment: dict[str, str]) -> Iterator[Launch]:
+    """Run a command in the background, of a run in `folder`; whatever of it is left in the end is killed."""
+    mark = uuid.uuid4().hex
+    own = {**environment, child.MARK: mark}
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, env=own, cwd=folder.parent, start_new_session=True
+        )
+    try:
+        yield Launch(folder, process, log, mark)
+    finally:
+        child.kill_all(mark)
+        process.wait()
+
+
 @dataclass
 class Machine:
     """Where tests run: a folder for their runs and models, how many GPUs and processes a launch has, the environment,
@@ -149,7 +165,6 @@ class Machine:
         """Options of a job that will not end by itself while it is watched."""
         return self.job(100_000, "--save-every", "off", *more)
 
-    @contextlib.contextmanager
     def started(
         self,
         name: str,
@@ -159,12 +174,8 @@ class Machine:
         processes: int = 0,
         task: str = "math",
         environment: dict[str, str] | None = None,
-    ) -> Iterator[Launch]:
-        """Run a launch in the background, in the folder `name`; whatever of it is left in the end is killed.
-
-        Args:
-            yaml: a shipped launch file, or "" for one process without a launcher.
-        """
+    ) -> contextlib.AbstractContextManager[Launch]:
+        """A launch in the background, in the folder `name`; `yaml` is "" for one process without a launcher."""
         command = [sys.executable]
         if yaml:
             command += ["-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{yaml}.yaml")]
@@ -172,18 +183,8 @@ class Machine:
         fsdp = yaml.startswith(("fsdp", "hsdp"))
         command += ["-m", "fsdp2_on_cpu" if fsdp and not self.devices else "accel_sft"]
         command += [task, "--output-dir", str(self.folder / name), *options]
-        log, mark = self.folder / f"{name}.log", uuid.uuid4().hex
-        own = {**self.environment, **(environment or {}), child.MARK: mark}
-        with log.open("ab") as file:
-            process = subprocess.Popen(
-                command, stdout=file, stderr=file, env=own, cwd=self.folder, start_new_session=True
-            )
-        launch = Launch(self.folder / name, process, log, mark)
-        try:
-            yield launch
-        finally:
-            child.kill_all(mark)
-            process.wait()
+        log, own = self.folder / f"{name}.log", self.environment | (environment or {})
+        return background(command, self.folder / name, log, own)
 
     def train(self, name: str, yaml: str, *options: str, **launch: Any) -> Launched:
         """Train in the folder `name`, until the end; `launch` are arguments of `started`."""
@@ -219,6 +220,12 @@ def agree(reference: Launched, others: Iterable[Launched], within: float) -> Non
         apart[run.run_dir.name] = max(abs(loss - expected) / abs(expected) for loss, expected in pairs)
     print(", ".join(f"{name}: losses differ by {share:.1e}" for name, share in apart.items()))
     assert max(apart.values()) <= within
+
+
+@pytest.fixture
+def own_machine(tmp_path: Path) -> Machine:
+    """Two processes on this machine's CPU, with the test's own folder."""
+    return Machine(tmp_path, 0, 2, dict(os.environ))
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,8 @@
 
     accelerate launch --config_file accelerate_configs/ddp.yaml tests/support/layouts.py FOLDER [resumed] LAYOUT ...
 
-Writes FOLDER/found.json. It has for each layout: the losses of an uninterrupted run, and what its averages of weights
-(`--ema-decay`) predict; digests of its final state and of the final state of a run that was stopped and resumed; what
-happened in steps whose loss or gradient was made infinite on one rank; the losses of a run that resumes from another
-layout's checkpoint; and those of a run whose forwards run out of memory. With `resumed`, which any number of ranks can
-run, it has the losses and digests alone.
+Writes FOLDER/found.json, which tests/laws/test_layouts.py reads. With `resumed`, which any number of ranks can run, it
+has the losses and digests of an uninterrupted run and a resumed one alone.
 """
 
 # ruff: noqa: E402, the environment comes before torch
@@ -35,7 +32,7 @@ prepare_environment()
 import cpuinfo
 import fsdp2_on_cpu
 import torch
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import gather_object
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from fake_memory import Device
@@ -92,6 +89,8 @@ class Job:
         self.stepper = Stepper(self.accelerator, self.model, self.optimizer, config.max_grad_norm, DECAY)
         self.averages = self.stepper.averages
         self.folder = folder
+        self.is_last = self.accelerator.process_index == self.accelerator.num_processes - 1
+        self.two_rows = Batching("padded", 0, rows=2).batch(ROWS[:2], 0, torch.device("cpu"))
         self.forwards_of(rows=2)
 
     def forwards_of(self, rows: int) -> None:
@@ -116,16 +115,13 @@ class Job:
         return losses
 
     def spoiled(self, how: str) -> dict[str, bool]:
-        """Make a step whose loss, or only its gradient, is infinite on the last rank, and a normal step after it.
-
-        Returns:
-            whether the loss showed it, whether the state was kept, and whether the next step changed the state.
-        """
+        """Whether a step whose loss, or only its gradient, is infinite on the last rank showed it in its loss, whether
+        the state was kept, and whether the normal step after it changed the state."""
         nll_sum = training_step.nll_sum
 
         def spoiling(*arguments):
             value = nll_sum(*arguments)
-            if self.accelerator.process_index != self.accelerator.num_processes - 1:
+            if not self.is_last:
                 return value
             if how == "loss":
                 return value + math.inf  # its gradients are finite
@@ -148,8 +144,7 @@ class Job:
         """While inside, forwards of more than `tokens` tokens are out of memory on the last rank."""
 
         def look(module, inputs):
-            last = self.accelerator.process_index == self.accelerator.num_processes - 1
-            if last and torch.is_grad_enabled() and inputs[0].numel() > tokens:
+            if self.is_last and torch.is_grad_enabled() and inputs[0].numel() > tokens:
                 raise torch.OutOfMemoryError("no room")
 
         hook = self.accelerator.unwrap_model(self.model).model.embed_tokens.register_forward_pre_hook(look)
@@ -173,8 +168,7 @@ class Job:
 
     def refused(self, run_dir: Path) -> list[object]:
         """What each rank knows, and says, after the last one found the disk full."""
-        last = self.accelerator.process_index == self.accelerator.num_processes - 1
-        path = self.save(run_dir, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if last else None)
+        path = self.save(run_dir, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if self.is_last else None)
         self.held.set()
         self.checkpoints._written.exception()
         none = torch.zeros(()), training_step.OutOfMemory(), 0, []
@@ -195,17 +189,14 @@ class Job:
     def averaged(self) -> list[float]:
         """The loss of two rows with the averages in the weights' place, and numbers that tell each weight's average."""
         self.averages.put_in()
-        batch = Batching("padded", 0, rows=2).batch(ROWS[:2], 0, torch.device("cpu"))
         self.model.eval()
         with torch.no_grad():
-            found = [training_step.nll_sum(self.model, batch).item(), *self.numbers()]
-        self.model.train()
-        self.averages.take_out()
-        return found
-
-    def numbers(self) -> list[float]:
+            loss = training_step.nll_sum(self.model, self.two_rows).item()
         weights = self.accelerator.get_state_dict(self.model) or {}
-        return [told(weights[name].float()) for name in sorted(weights)]
+        self.model.train()
+        numbers = [told(weights[name].float()) for name in sorted(weights)]
+        self.averages.take_out()
+        return [loss, *numbers]
 
     def digest(self) -> str:
         """SHA-256, on each rank, of the whole weights in their own precision, and of the rank's optimizer state and
@@ -243,14 +234,13 @@ def under_fsdp2(folder: Path) -> dict[str, bool]:
     """Whether gradients between micro-batches are this rank's shards, whether losses and averaged gradients are float32
     in a bf16 run, and whether weights that an evaluation of averages left gathered are gathered anew."""
     reduced = Job("fsdp2", "bf16", 0.0, folder)
-    batch = Batching("padded", 0, rows=2).batch(ROWS[:2], 0, torch.device("cpu"))
-    two_at_once = dataclasses.replace(batch, most_logits=64)
+    two_at_once = dataclasses.replace(reduced.two_rows, most_logits=64)
     losses = HEADS["pieces"](reduced.model, two_at_once)  # within the model
     reduced.stepper.backward(losses.sum())
     averages = reduced.accelerator.state.fsdp_plugin.mixed_precision_policy.reduce_dtype
     job = Job("fsdp2", "no", 0.0, folder)
     with job.stepper.boundary(last=False):
-        job.stepper.backward(training_step.nll_sum(job.model, batch))
+        job.stepper.backward(training_step.nll_sum(job.model, job.two_rows))
     trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
     shards = sum(parameter.to_local().numel() for parameter in trained)
     later = []
@@ -261,7 +251,7 @@ def under_fsdp2(folder: Path) -> dict[str, bool]:
         if averaged:
             kept.averages.put_in()
             with torch.no_grad():
-                training_step.nll_sum(kept.model, batch)
+                training_step.nll_sum(kept.model, kept.two_rows)
             kept.averages.take_out()
         later.append(kept.steps(2, 4))
     return {
@@ -281,10 +271,9 @@ def norms(yaml: str, folder: Path) -> list[float]:
     found = []
     for forwards in (1, 16):
         job = Job(yaml, "bf16", 0.0, folder)
-        batch = Batching("padded", 0, rows=2).batch(ROWS[:2], 0, torch.device("cpu"))
         for number in range(forwards):
             with job.stepper.boundary(last=number == forwards - 1):
-                job.stepper.backward(training_step.nll_sum(job.model, batch) / forwards)
+                job.stepper.backward(training_step.nll_sum(job.model, job.two_rows) / forwards)
         found.append(job.stepper.update(0))
     return found
 
@@ -292,11 +281,10 @@ def norms(yaml: str, folder: Path) -> list[float]:
 def beside_the_buckets(folder: Path) -> int:
     """Bytes of the gradients, in the first step's first backward, that are not views of DDP's buckets."""
     job = Job("ddp", "no", 0.0, folder)
-    batch = Batching("padded", 0, rows=2).batch(ROWS[:2], 0, torch.device("cpu"))
     held: list[dict[int, int]] = []
     for last in (False, True):
         with job.stepper.boundary(last=last):
-            job.stepper.backward(training_step.nll_sum(job.model, batch))
+            job.stepper.backward(training_step.nll_sum(job.model, job.two_rows))
         gradients = [p.grad.untyped_storage() for p in job.model.parameters() if p.grad is not None]
         held.append({storage.data_ptr(): storage.nbytes() for storage in gradients})
     return sum(size for at, size in held[0].items() if at not in held[1])
@@ -353,18 +341,7 @@ def resumed(yaml: str, precision: str, folder: Path) -> tuple[Job, Job, dict[str
     return job, again, {"losses": losses, "whole": whole, "resumed": again.digest()}
 
 
-def only_resumed(folder: Path, layouts: list[str]) -> None:
-    fsdp2_on_cpu.allow()
-    found = {}
-    for yaml in layouts:
-        job, _, found[yaml] = resumed(yaml, "no", folder)
-    if job.accelerator.is_main_process:
-        (folder / "found.json").write_text(json.dumps(found))
-    job.accelerator.wait_for_everyone()
-
-
-def main(folder: Path, layouts: list[str]) -> None:
-    fsdp2_on_cpu.allow()
+def everything(folder: Path, layouts: list[str]) -> dict[str, object]:
     as_on_a_gpu()
     # DeepSpeed asks for the processor's name for every optimizer on the host, which starts a process each time
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
@@ -406,14 +383,16 @@ def main(folder: Path, layouts: list[str]) -> None:
         found[f"{source} to {yaml}"] = {"expected": written[yaml][1][STOP:], "got": got, "averaged": job.averaged()}
     if "fsdp2" in layouts:
         found["only under fsdp2"] = under_fsdp2(folder)
-    if job.accelerator.is_main_process:
-        (folder / "found.json").write_text(json.dumps(found))
-    job.accelerator.wait_for_everyone()
+    return found
 
 
 if __name__ == "__main__":
+    fsdp2_on_cpu.allow()
     folder, *layouts = sys.argv[1:]
     if layouts[0] == "resumed":
-        only_resumed(Path(folder), layouts[1:])
+        found = {yaml: resumed(yaml, "no", Path(folder))[2] for yaml in layouts[1:]}
     else:
-        main(Path(folder), layouts)
+        found = everything(Path(folder), layouts)
+    if PartialState().is_main_process:
+        Path(folder, "found.json").write_text(json.dumps(found))
+    PartialState().wait_for_everyone()

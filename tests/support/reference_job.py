@@ -7,12 +7,14 @@ import textwrap
 import pytest
 import torch
 from conftest import accel_sft, stopped
+from places import SUPPORT
 from safetensors.torch import load_file
 
 STEPS = 6
 JOB = ("math", "--max-steps", str(STEPS), "--global-batch-size", "10", "--validation-examples", "7")
 JOB += ("--train-examples", "500", "--max-new-tokens", "6", "--seed", "7")
 FP32 = ("--mixed_precision", "no")
+SHARDED = {"yaml": "fsdp2", "module": "fsdp2_on_cpu", "environment": {"PYTHONPATH": str(SUPPORT)}, "launcher": FP32}
 ONCE = ("--eval-every", "off", "--save-every", "off")
 
 
@@ -67,6 +69,11 @@ def same_weights(expected, got, folder="final"):
         ours, theirs = load_file(got / folder / file.name), load_file(file)
         assert ours.keys() == theirs.keys()
         assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
+
+
+def weights(folder):
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
 
 
 def resumed(whole, run_dir, *arguments, **options):

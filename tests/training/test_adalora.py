@@ -9,10 +9,10 @@ import fsdp2_on_cpu
 import pytest
 import torch
 from conftest import finished, stopped
-from fsdp2_job import FP32
 from matrix import matrix, run
 from peft import PeftModel
 from places import CONFIGS, SUPPORT
+from reference_job import FP32
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -22,7 +22,7 @@ JOB = ("math", "--max-steps", str(STEPS), "--save-every", "3", "--global-batch-s
 JOB += ("--train-examples", "60", "--validation-examples", "4", "--seed", "7", "--micro-batch-size", "2")
 JOB += ("--adapter", "adalora", "--lora-r", "4", "--learning-rate", "0.01", "--max-grad-norm", "0.3")
 JOB += ("--keep-checkpoints", "9")
-SEEN = {"module": "adalora_ranks", "environment": {"PYTHONPATH": str(SUPPORT)}, **FP32}
+SEEN = {"module": "adalora_ranks", "environment": {"PYTHONPATH": str(SUPPORT)}, "launcher": FP32}
 LAYOUTS = ["z2", "ddp", "z0", "z1", "z2_offload", "z3", "z3_offload"]
 LAYOUTS += ["fsdp2", "fsdp2_offload"] if fsdp2_on_cpu.RUNS_HERE else []
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
@@ -35,7 +35,7 @@ def sharing(yaml):
 @pytest.fixture
 def alone(launched):
     """The run on one process, under the launcher: its lines are what all others are held to."""
-    single = {"launcher": (*FP32["launcher"], "--num_processes", "1")}
+    single = {"launcher": (*FP32, "--num_processes", "1")}
     return launched("adalora alone", *JOB, **(sharing("ddp") | single))
 
 

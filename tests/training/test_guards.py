@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import scripts
 from accelerate import Accelerator
 from conftest import accel_sft, finished, stopped
 from fake_plugins import GOOD
@@ -149,11 +150,10 @@ def test_metric_that_no_own_answer_scores_is_named():
 
 
 def test_limits_that_no_right_answer_can_pass_are_named(tmp_path):
-    for name, count in (("train", 60), ("validation", 40)):
-        rows = [{"prompt": f"{name} {n}", "completion": "yes" if n < count / 2 else "no"} for n in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = ("--train-file", str(tmp_path / "train.jsonl"), "--validation-file", str(tmp_path / "validation.jsonl"))
-    job = (*files, "--metric", "exact", "--max-steps", "1", "--save-every", "off", "--tracker", "none")
+    rows = [{"prompt": f"is {n} small", "completion": "yes" if n < 50 else "no"} for n in range(100)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = ("--train-file", str(tmp_path / "rows.jsonl"), "--held-out", "40", "--metric", "exact", "--max-steps", "1")
+    job += ("--save-every", "off", "--tracker", "none")
     run = accel_sft("chat", *job, "--max-new-tokens", "1", run_dir=tmp_path / "run")
     assert re.search(r"warning: \d+ of 40 validation answers have more tokens than --max-new-tokens 1, and", run.output)
 
@@ -172,16 +172,17 @@ def test_examples_are_a_sequence_with_something_in_it(dataset, message):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "cache", "message"),
     [
-        (("--epochs", "0.0001"), "--epochs 0.0001: less than 1 of 60 examples"),
-        (("--max-steps", "3", "--warmup-steps", "4"), "--warmup-steps 4: the run has 3 steps"),
+        (("--epochs", "0.0001"), "", "--epochs 0.0001: less than 1 of 60 examples"),
+        (("--max-steps", "3", "--warmup-steps", "4"), "", "--warmup-steps 4: the run has 3 steps"),
+        ((), "~nobody.here", "Error: ACCEL_SFT_CACHE ~nobody.here: nobody here has this home folder"),
     ],
 )
-def test_a_plan_of_steps_that_makes_no_sense_is_refused(called, tmp_path, flags, message):
+def test_a_run_that_makes_no_sense_is_refused(called, monkeypatch, tmp_path, flags, cache, message):
+    monkeypatch.setenv("ACCEL_SFT_CACHE", cache or str(tmp_path / "cache"))
     run = called("math", *flags, "--train-examples", "60", run_dir=tmp_path / "run")
-    assert run.status == 1
-    assert message in run.output
+    assert (run.status, message in run.output, "Traceback" in run.output) == (1, True, False), run.output
 
 
 # --- a run's folder ---
@@ -230,20 +231,16 @@ def test_resume_from_a_named_checkpoint_sets_later_files_aside(launched, tmp_pat
 
 
 FORKS_AND_WAITS = """
-import multiprocessing, sys, time
-from pathlib import Path
 from accel_sft.io import lock
 lock.lock(Path(sys.argv[1]))
-child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(120,))
-child.start()
-print(child.pid, flush=True)
+if child := os.fork():
+    print(child, flush=True)
 time.sleep(120)
 """
 
 
 def test_orphan_of_a_killed_run_does_not_hold_its_folder(tmp_path, monkeypatch):
-    command = [sys.executable, "-c", FORKS_AND_WAITS, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+    with scripts.started(FORKS_AND_WAITS, tmp_path) as run:
         child = psutil.Process(int(run.stdout.readline()))
         try:
             monkeypatch.setattr(lock, "LOCK_SECONDS", 0.5)
@@ -418,17 +415,15 @@ def test_a_damaged_later_checkpoint_pushes_no_good_one_out(copy):
     assert not (folder / "checkpoints" / "step-000003").exists()
 
 
-def in_a_small_disk(folder, size, *arguments):
-    """Run the command line with `folder` on a file system of `size`, gone afterwards; result.json is printed last."""
-    script = f'mount -t tmpfs -o size={size} tmpfs "$0" && "$@"; status=$?; cat "$0"/run/result.json; exit $status'
-    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, str(folder)]
-    command += [sys.executable, "-m", "accel_sft", *arguments, "--output-dir", str(folder / "run")]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+UNSHARED = ("unshare", "--user", "--map-root-user", "--mount")
+IN_A_SMALL_DISK = """
+mount -t tmpfs -o size="$1" tmpfs "$0"; shift
+"$@"; status=$?; cat "$0"/run/result.json; exit $status
+"""
 
 
 @pytest.mark.skipif(
-    shutil.which("unshare") is None
-    or subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "true"], capture_output=True).returncode,
+    shutil.which("unshare") is None or subprocess.run([*UNSHARED, "true"], capture_output=True).returncode,
     reason="a small file system of one's own needs user namespaces",
 )
 @pytest.mark.parametrize(
@@ -439,7 +434,9 @@ def in_a_small_disk(folder, size, *arguments):
     ],
 )
 def test_a_full_disk_is_named_with_the_way_out(tmp_path, size, message):
-    run = in_a_small_disk(tmp_path, size, *JOB, "--save-every", "1", "--eval-every", "1")
+    job = (*JOB, "--save-every", "1", "--eval-every", "1", "--output-dir", str(tmp_path / "run"))
+    command = [*UNSHARED, "sh", "-c", IN_A_SMALL_DISK, str(tmp_path), size, sys.executable, "-m", "accel_sft", *job]
+    run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 1
     assert message in run.stderr
     assert "Traceback" not in run.stderr
@@ -453,64 +450,46 @@ def test_refused_write_is_reported_with_a_fix(tmp_path, number):
     assert "then go on with --resume auto" in str(error)
 
 
-def test_senseless_environment_is_refused_in_one_line(called, monkeypatch, tmp_path):
-    monkeypatch.setenv("ACCEL_SFT_CACHE", "~nobody.here")
-    run = called(*JOB, run_dir=tmp_path / "run")
-    assert run.status == 1
-    assert "Error: ACCEL_SFT_CACHE ~nobody.here: nobody here has this home folder" in run.output
-    assert "Traceback" not in run.output
-
-
-@pytest.mark.parametrize(
-    ("flag", "lacking"),
-    [("compile", "there is no compiler (no-such-compiler)"), ("use_liger_kernel", "Python's headers are missing")],
-)
-def test_what_kernels_on_gpus_are_compiled_with_is_asked_for(flag, lacking, monkeypatch, tmp_path):
-    compiler = tmp_path / "cc"
-    compiler.write_text("#!/bin/sh\n")
+def test_what_kernels_on_gpus_are_compiled_with_is_asked_for(monkeypatch, tmp_path):
+    (compiler := tmp_path / "cc").write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
-    monkeypatch.setenv("CC", "no-such-compiler" if "compiler" in lacking else str(compiler))
     monkeypatch.setattr(prepare, "device_count", lambda: 1)
     monkeypatch.setattr(prepare, "liger", lambda: None)
     monkeypatch.setattr(deepspeed_ops.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    with pytest.raises(UserError, match=f"--{flag.replace('_', '-')}: {re.escape(lacking)}"):
-        prepare._refuse_missing_packages(TrainConfig(**{flag: True}).resolved({}))
-    (tmp_path / "Python.h").write_text("")
+    compiling, liger = TrainConfig(compile=True).resolved({}), TrainConfig(use_liger_kernel=True).resolved({})
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(UserError, match=r"--compile: there is no compiler \(no-such-compiler\)"):
+        prepare._refuse_missing_packages(compiling)
     monkeypatch.setenv("CC", str(compiler))
-    prepare._refuse_missing_packages(TrainConfig(**{flag: True}).resolved({}))
+    with pytest.raises(UserError, match="--use-liger-kernel: Python's headers are missing"):
+        prepare._refuse_missing_packages(liger)
+    (tmp_path / "Python.h").write_text("")
+    prepare._refuse_missing_packages(compiling)
+    prepare._refuse_missing_packages(liger)
 
 
 # --- evaluate ---
 
 
 def test_an_evaluation_overwrites_nothing(launched, called, tmp_path):
-    folder = layout(launched, "plain").run_dir
-    occupied = tmp_path / "out"
-    occupied.mkdir()
-    (occupied / "report.md").write_text("by hand")
-    refused = called("evaluate", "math", "--model", str(folder), run_dir=occupied)
-    assert refused.status == 1
-    assert f"--output-dir {occupied}: not empty" in refused.output
-    assert (occupied / "report.md").read_text() == "by hand"
+    (tmp_path / "report.md").write_text("by hand")
+    refused = called("evaluate", "math", "--model", str(layout(launched, "plain").run_dir), run_dir=tmp_path)
+    assert (refused.status, f"--output-dir {tmp_path}: not empty" in refused.output) == (1, True)
+    assert (tmp_path / "report.md").read_text() == "by hand"
 
 
-def test_evaluation_takes_lengths_from_flags_then_from_the_run(launched, called):
-    folder = layout(launched, "plain").run_dir
+def test_evaluation_takes_the_runs_settings_unless_given_others(copy, called):
+    _, folder = copy
     for model, flags, length in ((folder, (), 6), (folder / "final", (), 6), (folder, ("--max-new-tokens", "4"), 4)):
         shown = called("evaluate", "math", "--model", str(model), "--dry-run", *flags)
         assert f"max-new-tokens {length}" in shown.output
-
-
-def test_evaluation_uses_the_runs_precision_unless_launched(copy):
-    _, folder = copy
     evaluated = ("evaluate", "math", "--model", str(folder), "--dry-run")
     assert ", fp32 (" in accel_sft(*evaluated).output
     record = json.loads((folder / "run.json").read_text())
     record["launch"]["precision"] = "bf16"
     (folder / "run.json").write_text(json.dumps(record))
     assert ", bf16 (" in accel_sft(*evaluated).output
-    launched = {"ACCELERATE_MIXED_PRECISION": "no"}
-    assert ", fp32 (" in accel_sft(*evaluated, environment=launched).output
+    assert ", fp32 (" in accel_sft(*evaluated, environment={"ACCELERATE_MIXED_PRECISION": "no"}).output
 
 
 HOSTILE = {
@@ -539,14 +518,10 @@ def test_files_that_a_record_names_are_not_read_unasked(called, tmp_path):
     record = {"task": "math", "config": {}, "task_options": {"train_file": str(rows), "validation_file": str(rows)}}
     (tmp_path / "run" / "run.json").write_text(json.dumps(record))
     refused = called("evaluate", "math", "--model", str(model), "--dry-run")
-    assert refused.status == 1
     named = ("--train-file", str(rows), "--validation-file", str(rows))
-    assert (
-        f"its record names files, which are read only if you ask for that; add --same-data, or {' '.join(named)}"
-        in refused.output
-    )
+    fix = f"its record names files, which are read only if you ask for that; add --same-data, or {' '.join(named)}"
+    assert (refused.status, fix in refused.output) == (1, True)
     for permission in (named, ("--same-data",)):
         assert called("evaluate", "math", "--model", str(model), "--dry-run", *permission).status == 0
     other = called("evaluate", "ner", "--model", str(model), "--dry-run", "--same-data")
-    assert "--same-data: --model" in other.output
-    assert other.status == 1
+    assert (other.status, "--same-data: --model" in other.output) == (1, True)
