@@ -185,11 +185,6 @@ def test_thinking_that_the_prompt_opens_is_not_lost(tokenizer):
         encoded(own, [answer])
 
 
-def test_answer_naming_the_end_of_turn_is_not_cut(tokenizer):
-    own = with_template(tokenizer, SOUND["no end of turn"])
-    assert own.decode(learnt(own, ["a<|im_end|>b"])[0]) == "a<|im_end|>b\n<|im_end|>"
-
-
 def test_end_of_turn_that_is_no_token_is_reported_unscored(tokenizer):
     own = with_template(tokenizer, "{{ m.content }}<|im_finish|>\n")
     (line,) = encoding(own, ["odd"]).lines()

@@ -151,12 +151,6 @@ def test_test_option_adds_the_rest_and_it_stays(tmp_path):
     assert any(" -e .[test] " in line for line in checkout.setup(TORCH="2.13.0+cpu")[0])
 
 
-def test_pip_that_cannot_be_updated_is_used_as_it_is(tmp_path):
-    lines, _ = Checkout(tmp_path).setup(REFUSED="--upgrade pip")
-    assert [line.split()[-1] for line in lines if "setuptools" in line] == ["setuptools>=77"] * 2
-    assert any(" -e . " in line for line in lines)
-
-
 def test_failed_installation_leaves_no_job_behind(tmp_path):
     lines, output = Checkout(tmp_path).setup(status=1, REFUSED="torch==", SLOW="yes")  # it waits for the jobs' output
     assert "torch could not be installed; see pip's message above" in output
