@@ -138,6 +138,7 @@ def train_on_in_zero_3_after_evaluations_and_export_whatever_stays_gathered(alon
 ZERO = "z0", "z1", "z2", "z2_offload", "z3", "z3_offload"
 
 
+@pytest.mark.long
 @matrix(
     *[partial(choose_what_one_process_chooses_and_learn_the_same, yaml=yaml) for yaml in LAYOUTS],
     *[partial(keep_masked_in_bf16_what_was_masked_in_both_copies_of_the_weights, yaml=yaml) for yaml in ZERO],
