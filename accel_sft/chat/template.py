@@ -126,6 +126,9 @@ def dated(template: str, day: str | None) -> str:
 
 def _has_python_arguments(turns: Turns, text: str) -> bool:
     """Whether a template wrote a call's arguments, an object, as Python's repr; the template may expect JSON text."""
+    arguments = [call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ())]
+    written = [str(given) for given in arguments if given and str(given) in text and str(given) != json.dumps(given)]
+    if not written:
+        return False
     said = "\n".join(str(turn.get(key)) for turn in turns for key in ("content", "reasoning_content"))  # may quote it
-    every = (call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ()))
-    return any(a and text.count(str(a)) > said.count(str(a)) and str(a) != json.dumps(a) for a in every)
+    return any(text.count(one) > said.count(one) for one in written)

@@ -51,11 +51,6 @@ def any_rank(mine: bool) -> bool:
     return bool(largest_of_ranks(mine))
 
 
-def all_ranks(mine: bool) -> bool:
-    """Whether `mine` is true on every rank."""
-    return not any_rank(not mine)
-
-
 def largest_of_ranks(mine: float) -> float:
     """The largest of all ranks' numbers."""
     return max(numbers[0] for numbers in gather_numbers([mine]))

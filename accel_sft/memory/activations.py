@@ -42,8 +42,8 @@ def block_bytes(job: Job, block: Block) -> float:
 
 
 def _feed_forward(job: Job, block: Block, group: str) -> tuple[list[Matrix], list[Matrix]]:
-    """Of the matrices of a feed-forward, or of experts: those whose input is the hidden state, and those that
-    output it."""
+    """Divide the matrices of a feed-forward, or of experts, into those whose input is the hidden state and those
+    that output it."""
     hidden = job.shape.hidden_size
     of_group = [m for m in block.matrices if m.group == group and m.name != "gate"]
     into = [m for m in of_group if m.inputs == hidden and m.outputs > 1]

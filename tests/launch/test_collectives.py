@@ -20,7 +20,6 @@ EXPECTED = {
     "first_reason": "rank 1",
     "no reason": None,
     "any_rank": [True, False],
-    "all_ranks": [False, True],
     "largest_of_ranks": 1.5,
     "largest": {"most_a": 1, "most_b": 1, "most_c": None},
     "gather_numbers": [[0, 2**53], [1, 2**53 - 1]],

@@ -46,7 +46,6 @@ def answers(accelerator):
         "first_reason": c.first_reason(f"rank {rank}" if rank else None),
         "no reason": c.first_reason(None),
         "any_rank": [c.any_rank(rank == 1), c.any_rank(False)],
-        "all_ranks": [c.all_ranks(rank == 1), c.all_ranks(True)],
         "largest_of_ranks": c.largest_of_ranks(rank + 0.5),
         "largest": c.largest({"a": rank, "b": rank if rank else None, "c": None}, "most_"),
         "gather_numbers": c.gather_numbers([rank, 2**53 - rank]),
