@@ -1,4 +1,4 @@
-"""Real launches, each run once per session and read by many tests."""
+"""Real launches, run once per session. Without torch: pytest -n reads this file before it starts its workers."""
 
 from __future__ import annotations
 
@@ -40,13 +40,8 @@ if (every_process := str(SUPPORT / "every_process")) not in os.environ.get("PYTH
     runpy.run_path(f"{every_process}/sitecustomize.py")
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: two workers' threads would spin for the same cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-from launches import Launched  # noqa: E402 - its assertions are registered before it
+from launches import Launched  # noqa: E402 - what is planted and registered comes before it
 
-from accel_sft.models.pretrained import LOWEST_TORCH  # noqa: E402 - what is planted comes before it
-
-CUTS_WEIGHTS = pytest.mark.skipif(
-    Version(importlib.metadata.version("torch")) < Version(LOWEST_TORCH), reason="this torch cuts no weights over ranks"
-)
 AS_COUNTED = pytest.mark.skipif(
     Version(importlib.metadata.version("torch")) < Version("2.13"),
     reason="predicted memory was counted on torch 2.13; older ones keep more",

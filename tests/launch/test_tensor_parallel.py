@@ -9,10 +9,10 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from conftest import CUTS_WEIGHTS, finished, stopped
+from conftest import finished, stopped
 from matrix import matrix, run
 from places import SUPPORT
-from reference_job import FP32, JOB, ONCE, goes_on_to_the_same_bits, layout, same_curve, weights
+from reference_job import CUTS_WEIGHTS, FP32, JOB, ONCE, goes_on_to_the_same_bits, layout, same_curve, weights
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import yaml
-from conftest import CUTS_WEIGHTS, accel_sft, finished
-from reference_job import FP32, JOB, LAYOUTS, ONCE, layout, own_task, same_curve
+from conftest import accel_sft, finished
+from reference_job import CUTS_WEIGHTS, FP32, JOB, LAYOUTS, ONCE, layout, own_task, same_curve
 
 MARKS = {
     "tp": CUTS_WEIGHTS,
