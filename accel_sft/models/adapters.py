@@ -1,6 +1,6 @@
-"""Adds new and saved adapters to a model, with each type's peft code.
+"""Adds adapters, new or saved, to a model, and holds the peft code of each adapter type.
 
-To add a type, add an entry here and in api/limits.py.
+To add an adapter type, add an entry to `TYPES` here and to `ADAPTERS` in api/limits.py.
 """
 
 import contextlib
@@ -22,37 +22,37 @@ from accel_sft.models.new_tokens import rows_made, trained_beside, use_rows
 from accel_sft.models.targets import ALL_LINEAR, left_out, targets
 
 ExtraState = Mapping[str, Mapping[str, torch.Tensor]]
-"""Tensors of a training run that are neither weights nor the optimizer's: kind -> name -> tensor."""
+"""Tensors of a training run that are neither weights nor optimizer state: kind -> name -> tensor."""
 
 
 class Reads(NamedTuple):
-    """Which trained weights `after_step` reads or changes: a part of their names, and whether it reads gradients."""
+    """Which trained weights `after_step` uses: a substring of their names, and whether their gradients are read too."""
 
     name_part: str
     gradients: bool
 
 
 class Adapter:
-    """The peft code of an adapter type. This one is LoRA's (Hu et al., 2021): LoRA needs nothing between steps."""
+    """The peft code of an adapter type. The base class is that of LoRA (Hu et al., 2021), which needs no hooks."""
 
     def config(self, settings: TrainConfig, total_steps: int, common: dict[str, Any]) -> Any:
-        """Return the PeftConfig of a new adapter; `common` are arguments that the PeftConfigs of all types take."""
+        """Return the PeftConfig of a new adapter. `common` holds arguments that the PeftConfig of every type takes."""
         from peft import LoraConfig
 
         return LoraConfig(r=settings.lora_r, use_rslora=settings.use_rslora, use_dora=settings.use_dora, **common)
 
     def reads(self, model: Any, step: int) -> Reads | None:
-        """Which weights `after_step` reads, so that sharded ones can be gathered; None: do not call `after_step`."""
+        """Return which weights to gather for `after_step`; None if `after_step` is not to be called in this step."""
         return None
 
     def after_step(self, model: Any, step: int, weights: Mapping[str, torch.Tensor]) -> Collection[str]:
-        """Called after optimizer step `step` (from 0), unless the gradient was not finite. `weights` are the unsharded
-        weights that the optimizer updates (float32 even if forwards compute in lower precision), with clipped
-        gradients, equal on all ranks. Returns the names of the weights that were changed in place."""
+        """Called after optimizer step `step` (from 0) if the gradient was finite. `weights` are the weights that the
+        optimizer updates, with clipped gradients, unsharded and equal on all ranks (and in float32 even if forwards
+        compute in lower precision). Return the names of the weights that were changed in place."""
         return ()
 
     def extra_state(self, model: Any) -> ExtraState:
-        """What a checkpoint must hold besides weights and optimizer state."""
+        """Return what a checkpoint must hold in addition to weights and optimizer state."""
         return {}
 
     def set_extra_state(self, model: Any, state: ExtraState, device: torch.device) -> None:
@@ -60,10 +60,10 @@ class Adapter:
 
 
 class AdaLora(Adapter):
-    """AdaLoRA (Zhang et al., 2023): ranks shrink from 1.5 r to r between a tenth and two thirds of the run."""
+    """AdaLoRA (Zhang et al., 2023): between a tenth and two thirds of the run, ranks shrink from 1.5 r to r."""
 
     KINDS = ("ipt", "exp_avg_ipt", "exp_avg_unc")
-    """Attributes of peft's rank allocator that hold the importance of each element of the adapter's parameters."""
+    """Attributes in which peft's rank allocator keeps an importance for each element of the adapter's weights."""
 
     def config(self, settings: TrainConfig, total_steps: int, common: dict[str, Any]) -> Any:
         from peft import AdaLoraConfig
@@ -79,22 +79,22 @@ class AdaLora(Adapter):
         )
 
     def reads(self, model: Any, step: int) -> Reads | None:
-        """Until the ranks are final, all adapter weights: gradients add to their importance. After that, only
-        the singular values, which stay masked."""
+        """Until the ranks are final, return all adapter weights, whose gradients change the importances. After that,
+        return only the singular values, which are masked again after each step."""
         config, allocator = self._allocation(model)
         final = config.total_step - config.tfinal
         return Reads("lora_", step < final) if step <= final or allocator.ipt else Reads("lora_E", False)
 
     def after_step(self, model: Any, step: int, weights: Mapping[str, torch.Tensor]) -> Collection[str]:
-        """Give peft's allocator `weights` instead of the model's own, which may be sharded."""
+        """Let peft's rank allocator read `weights` instead of the model's parameters, which may be sharded."""
         from peft import AdaLoraModel
 
         base = model.base_model
         config, allocator = self._allocation(model)
         final = config.total_step - config.tfinal
-        if step > final and allocator.ipt:  # the step that should make the ranks final was skipped: make them final
+        if step > final and allocator.ipt:  # the step that makes ranks final was skipped: do it now
             step = final
-        prefix = "base_model.model."  # prefix of the model's names that the allocator's names lack
+        prefix = "base_model.model."  # the allocator's names lack this prefix of the model's names
         named = {name.removeprefix(prefix): weight for name, weight in weights.items()}
         seen: Any = SimpleNamespace(
             model=SimpleNamespace(named_parameters=named.items),
@@ -111,7 +111,7 @@ class AdaLora(Adapter):
         return base.peft_config[base.trainable_adapter_name], base.rankallocator
 
     def extra_state(self, model: Any) -> ExtraState:
-        """Return the allocator's importances, and the mask of kept ranks."""
+        """Return the rank allocator's importances, and the mask of the ranks that it keeps."""
         allocator = model.base_model.rankallocator
         ranks = getattr(allocator.peft_config, "rank_pattern", None) or {}
         return {
@@ -128,18 +128,18 @@ class AdaLora(Adapter):
 
 
 TYPES: dict[str, Adapter] = {"lora": Adapter(), "adalora": AdaLora()}
-"""The peft part of each adapter type, by the names of `api.limits.ADAPTERS`."""
+"""The peft code of each adapter type, under its name in `api.limits.ADAPTERS`."""
 
 
 def type_of(model: Any) -> str | None:
-    """The name of the model's adapter type, possibly not in TYPES; None without an adapter."""
+    """Return the name of the model's adapter type (maybe not in TYPES); None if the model has no adapter."""
     for config in getattr(model, "peft_config", {}).values():
         return str(getattr(config.peft_type, "value", config.peft_type)).lower()
     return None
 
 
 def adapter_of(model: Any) -> Adapter:
-    """The peft code of the model's adapter type; for types not in TYPES, hooks that do nothing."""
+    """Return the peft code of the model's adapter type; for a type that is not in TYPES, hooks that do nothing."""
     return TYPES.get(type_of(model) or "", Adapter())
 
 
@@ -151,8 +151,8 @@ def new_adapter(
     *,
     new_tokens: Sequence[int] = (),
 ) -> Any:
-    """The model with a new adapter, of the type that `--adapter` names. The adapter also trains the embedding and head
-    rows of `new_tokens`."""
+    """Return the model with a new adapter of the type that `--adapter` names. The adapter also trains the rows of
+    `new_tokens` in the embedding and the head."""
     from peft import TaskType, get_peft_model
 
     names, saved = names_of(settings.lora_target_modules), names_of(settings.lora_modules_to_save)
@@ -167,8 +167,8 @@ def new_adapter(
         with rows_made(model) if new_tokens else contextlib.nullcontext():
             adapted = get_peft_model(model, TYPES[settings.adapter].config(settings, total_steps, common))
     except ValueError as error:
-        why = f"peft does not adapt all of these ({first_line(error)}); name others"
-        raise UserError(f"--lora-target-modules {settings.lora_target_modules}: {why}") from error
+        problem = f"peft does not adapt all of these modules ({first_line(error)}); name others"
+        raise UserError(f"--lora-target-modules {settings.lora_target_modules}: {problem}") from error
     use_rows(adapted)
     if common["target_modules"] == ALL_LINEAR and (names := left_out(adapted)):
         log(f"the adapter leaves out {', '.join(names)}")
@@ -176,8 +176,8 @@ def new_adapter(
 
 
 def leave_casts_to_autocast(model: Any) -> None:
-    """Stop peft's layers from casting inputs to the weights' type: autocast would cast them back, and the copies would
-    be kept for the backward."""
+    """Stop peft's layers from casting their inputs to the weights' dtype. Autocast would cast the inputs back, and
+    autograd would keep the copies for the backward."""
     for module in model.modules():
         if hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = False
@@ -186,11 +186,11 @@ def leave_casts_to_autocast(model: Any) -> None:
 def saved_adapter(
     model: Any, folder: str, settings: TrainConfig, *, train: bool, new_tokens: Sequence[int] = ()
 ) -> Any:
-    """The model with the adapter saved in `folder`; if all weights are to be trained, the adapter is merged."""
+    """Return the model with the adapter saved in `folder`; `--adapter none` merges the adapter before training."""
     if new_tokens and settings.adapter != "none":
         raise UserError(
-            f"--chat-template: {len(new_tokens)} of its tokens are new to the adapter {folder}; merge it first "
-            "(accel-sft merge), or start a new adapter from --model"
+            f"--chat-template: the adapter {folder} lacks {len(new_tokens)} tokens of this template; merge the adapter "
+            "first (accel-sft merge), or start a new one from --model"
         )
     if not train or settings.adapter != "none":
         if train:
@@ -199,13 +199,13 @@ def saved_adapter(
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise UserError(
             f"--init-from: the adapter {folder} cannot be merged into weights that ZeRO-3 has sharded; "
-            "train it further with --adapter lora, or launch with stage 2 or less"
+            "use --adapter lora to train the adapter further, or launch with ZeRO stage 2 or lower"
         )
     return merged(_with_adapter(model, folder, False), folder).requires_grad_(True)
 
 
 def merged(adapted: Any, folder: str) -> Any:
-    """The model with the adapter from `folder` merged into its weights."""
+    """Return the model with the adapter from `folder` merged into its weights."""
     if not hasattr(adapted, "merge_and_unload"):
         raise UserError(f"{folder}: adapters of type {type_of(adapted)} cannot be merged into weights")
     return adapted.merge_and_unload()
@@ -223,7 +223,7 @@ def is_of_whole(folder: str) -> bool:
 def _with_adapter(model: Any, folder: str, train: bool) -> Any:
     from peft import PeftModel
 
-    with warnings.catch_warnings():  # missing weights would be initialized as for a new adapter
+    with warnings.catch_warnings():  # else missing weights would be initialized as in a new adapter
         warnings.filterwarnings("error", "Found missing adapter keys")
         with rows_made(model):
             adapted = PeftModel.from_pretrained(model, folder, is_trainable=train)
@@ -232,7 +232,7 @@ def _with_adapter(model: Any, folder: str, train: bool) -> Any:
 
 
 def _check_shape(folder: str, settings: TrainConfig) -> None:
-    """Refuse settings that differ from a saved adapter's: its shape is fixed, and peft would ignore the settings."""
+    """Raise UserError for settings that differ from those of a saved adapter; peft would ignore such settings."""
 
     def comparable(value: Any) -> Any:
         entries = names_of(value) if isinstance(value, str) else value
@@ -243,7 +243,7 @@ def _check_shape(folder: str, settings: TrainConfig) -> None:
     if saved["peft_type"] == settings.adapter.upper():
         given |= {key: (field, getattr(settings, field)) for key, field in ADAPTERS[settings.adapter].items()}
     wrong = [
-        f"{flag_of(field)} {value}: the adapter in {folder} has {saved.get(key)}; give that value, or leave it out"
+        f"{flag_of(field)} {value}: the adapter in {folder} has {saved.get(key)}; give that value, or omit the option"
         for key, (field, value) in given.items()
         if value is not None and comparable(saved.get(key)) != comparable(value)
     ]

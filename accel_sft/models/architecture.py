@@ -1,5 +1,5 @@
-"""Reads from a model's classes and configuration: its forward's arguments, its attention, the weights that text
-uses."""
+"""Inspects a model's classes and configuration: the arguments of its forward, its kinds of attention, and the weights
+that text uses."""
 
 import inspect
 import itertools
@@ -11,29 +11,29 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors that a model's forward raises if it does not support a layout of rows."""
+"""Errors that a model's forward raises if the model does not support how rows are laid out in a batch."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def without_adapter(model: Any) -> Any:
-    """The causal model below an adapter."""
+    """Return the model without its adapter; without an adapter, the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def arguments(model: torch.nn.Module) -> set[str]:
-    """Names of the arguments that the forward of the causal model, below any adapter, takes."""
+    """Return the names of the arguments that the model's forward takes, whether or not it has an adapter."""
     return set(inspect.signature(without_adapter(model).forward).parameters)
 
 
 def cache_argument(forward: Any) -> str | None:
-    """The name by which a forward takes a cache: `cache` from transformers 5.24 on, before it `past_key_values`."""
+    """Return the name of a forward's cache argument (`cache` since transformers 5.24), or None if it takes no cache."""
     taken = inspect.signature(forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in taken), None)
 
 
 def limited_layers(model: Any, longest: int) -> str | None:
-    """Kinds of layers that lack full causal attention at this length (sliding window, recurrent), by the names that
-    transformers gives to their caches; None if there are none. A plain MLP has an empty cache ("dummy")."""
+    """Return the kinds of layers without full causal attention over `longest` tokens (sliding window, recurrent), named
+    after transformers' caches; None if there are no such layers. MLP layers, whose cache is a dummy, do not count."""
     try:
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     except (AttributeError, TypeError, ValueError, KeyError) as error:
@@ -49,13 +49,13 @@ def limited_layers(model: Any, longest: int) -> str | None:
 
 
 def takes_sdpa(model: torch.nn.Module) -> bool:
-    """Whether the model can be loaded with torch's own attention, sdpa."""
+    """Whether the model supports PyTorch's attention, sdpa."""
     return bool(getattr(without_adapter(model), "_supports_sdpa", False))
 
 
 def beyond_text(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """By name, a multimodal model's parameters outside its language model and head: text gives them no gradient, and
-    DDP would wait for one."""
+    """Return a multimodal model's parameters outside its language model and head, by name; {} for a text model. Text
+    gives these parameters no gradient, and DDP would wait for one."""
     base = without_adapter(model)
     if base.config.get_text_config(decoder=True) is base.config:
         return {}
@@ -65,7 +65,7 @@ def beyond_text(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def parts_of(names: Iterable[str]) -> list[str]:
-    """The parts of a multimodal model that these parameters are in, such as `vision_tower`."""
+    """Return the parts of a multimodal model, such as `vision_tower`, that contain parameters of these names."""
     return list(dict.fromkeys(name.removeprefix("model.").split(".")[0] for name in names))
 
 

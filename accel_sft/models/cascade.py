@@ -1,11 +1,11 @@
-"""Attention of many rows to one prefix, without a copy of the prefix for each row, by torch's fused kernels.
+"""Computes attention of many rows to one prefix with torch's fused kernels, without copying the prefix for each row.
 
 Three parts are computed separately, each with its log-sum-exp: attention within the prefix, attention within each row,
-and the rows' attention to the prefix. They are added in proportion to their exponential sums ("cascade", as in Ye et
-al., FlashInfer, 2024). In the backward, each part computes its share of the gradient from the log-sum-exp of the sum
-("ring", as in Liu et al., 2023, arXiv 2310.01889), so that only the output of the sum is kept.
+and the rows' attention to the prefix. The last two are added in proportion to their exponential sums ("cascade", as in
+Ye et al., FlashInfer, 2024). In the backward, each part computes its share of the gradient from the log-sum-exp of the
+sum ("ring", as in Liu et al., 2023, arXiv 2310.01889), so that only the output of the sum is kept.
 
-Within rows, which are padded to one length, causality hides the padding.
+Rows are padded at the end to one length, so the causal mask hides the padding from a row's tokens.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ import torch
 from torch.nn import functional
 
 SHORT = 256
-"""On a CPU in half precision, rows of at most this many keys run attention's backward in float32. In half precision,
-torch 2.13 spends 0.1 ms per head and row on setting up products, whatever the length. With 16 to 128 keys this is ten
-times the whole backward in float32; with 512 keys it is no longer than that (EPYC with avx512_bf16, one thread)."""
+"""On a CPU in half precision, attention's backward runs in float32 for rows of at most this many keys. In half
+precision, torch 2.13 spends 0.1 ms per head and row on setting up products. The whole backward in float32 takes a tenth
+of this time with 16 to 128 keys, and at least as long with 512 (EPYC with avx512_bf16, one thread)."""
 _HALF = (torch.bfloat16, torch.float16)
 _WIDEST = 192
 """Largest head dimension for which FlashAttention has a backward on every GPU."""
@@ -26,13 +26,13 @@ _WIDEST = 192
 
 @dataclasses.dataclass(frozen=True)
 class PrefixedRows:
-    """Where R rows lie in a sequence: first a `prefix` of P tokens (maybe none) that all rows see, then the rows' own
-    tokens, row after row: N in all, L in the longest row.
+    """How R rows lie in one sequence. First come the P tokens of the `prefix` (P may be 0), which all rows see. The N
+    tokens of the rows follow, row after row; the `longest` row has L tokens.
 
     Attributes:
-        own: which token after the prefix stands at each place of the rows padded to L, (R * L,); a shorter row repeats
-            its last token.
-        back: the place in `own` of each token after the prefix, (N,).
+        own: for each position of the rows padded to length L, the index of its token among the N tokens, (R * L,).
+            Padding repeats a row's last token.
+        back: for each of the N tokens, its position in `own`, (N,).
     """
 
     prefix: int
@@ -71,16 +71,16 @@ def _backward_on_gpu(*saved: torch.Tensor, causal: bool, scale: float | None) ->
     *tensors, sums = saved
     queries, keys = tensors[1].shape[2], tensors[2].shape[2]
     random = sums.new_empty(2, dtype=torch.uint64), sums.new_empty(0)  # neither is read without dropout
-    lengths = None, None, queries, keys  # no bounds of sequences
+    lengths = None, None, queries, keys  # no sequence bounds, as nothing is packed
     return [*kernel(*tensors, sums.contiguous(), *lengths, 0.0, causal, *random, scale=scale)]
 
 
 class Kernels(NamedTuple):
-    """Fused attention for a type of device, and its backward. On a small example in `dtype`, the difference from plain
-    attention may have a norm of at most `tolerance` times the result's.
+    """Fused attention for a type of device, and its backward. A probe compares their results with plain attention's in
+    `dtype`; the norm of the difference may be at most `tolerance` times that of the result.
 
-    Queries, keys, values and outputs are (B, heads, T, D), log-sum-exps (B, heads, T). A backward takes the output's
-    gradient, query, key, value, output and log-sum-exps, and returns gradients of query, key and value.
+    Queries, keys, values and outputs are (B, heads, T, D), and log-sum-exps (B, heads, T). `backward` takes the
+    output's gradient, query, key, value, output and log-sum-exps, and returns the gradients of query, key and value.
     """
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -97,28 +97,28 @@ KERNELS = {
 
 
 def cut_rows(tensor: torch.Tensor, rows: PrefixedRows) -> torch.Tensor:
-    """Cut out rows, and pad them to the longest, L: (1, heads, P + N, ...) -> (R, heads, L, ...)."""
+    """Cut out the rows, and pad them to length L: (1, heads, P + N, ...) -> (R, heads, L, ...)."""
     own = tensor[0, :, rows.prefix :].transpose(0, 1).index_select(0, rows.own)
     return own.unflatten(0, (-1, rows.longest)).transpose(1, 2)
 
 
 def _back(tensor: torch.Tensor, rows: PrefixedRows) -> torch.Tensor:
-    """(R, heads, L, ...) -> (1, heads, N, ...)."""
+    """Undo `cut_rows`: (R, heads, L, ...) -> (1, heads, N, ...)."""
     return tensor.transpose(1, 2).flatten(0, 1).index_select(0, rows.back).transpose(0, 1)[None]
 
 
 def _same_heads(query: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
-    """The query, and keys and values with as many heads."""
+    """Return the query, and keys and values repeated to its number of heads."""
     times = query.shape[1] // others[0].shape[1]
     return [query, *(tensor.repeat_interleave(times, dim=1) if times > 1 else tensor for tensor in others)]
 
 
 _right: dict[str, bool] = {}
-"""For each type of device, whether its kernels exist and compute correctly; set by a probe."""
+"""For each probed type of device, whether its kernels exist and compute correctly."""
 
 
 def usable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the device has kernels for these tensors that passed the probe."""
+    """Whether the tensors' device has kernels that support these tensors and passed the probe."""
     kind, size = query.device.type, query.shape[-1]
     fits = kind != "cuda" or (query.dtype in _HALF and size % 8 == 0 and size <= _WIDEST)
     alike = query.dtype == key.dtype == value.dtype and size == value.shape[-1]
@@ -126,7 +126,7 @@ def usable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 class _Cascade(torch.autograd.Function):
-    """Causal attention over a prefix and the rows that follow it: each row sees the prefix and itself, no other row.
+    """Causal attention over a prefix and the rows after it: each row sees the prefix and itself, but no other row.
 
     The query is (1, heads, P + N, D), key and value may have fewer heads; the output is (1, P + N, heads, D).
     """
@@ -163,7 +163,7 @@ class _Cascade(torch.autograd.Function):
         saved = gradient, *_same_heads(query, key, value), output, sums
         first = attend(*(tensor[:, :, :prefix] for tensor in saved), causal=True, **how)
         of_prefix, of_rows = slice(prefix), slice(prefix, None)
-        parts = of_rows, of_rows, of_prefix, of_prefix, of_rows, of_rows  # keys and values are the prefix's
+        parts = of_rows, of_rows, of_prefix, of_prefix, of_rows, of_rows  # rows attend to the prefix
         before = attend(*(tensor[:, :, part] for tensor, part in zip(saved, parts, strict=True)), causal=False, **how)
         # the output at padding gets a gradient of zero, so padding contributes nothing
         padded = gradient.new_zeros(len(rows.own), *gradient.shape[1::2])
@@ -206,7 +206,7 @@ def _is_right(kernels: Kernels, device: torch.device) -> bool:
         plain = functional.scaled_dot_product_attention(query, key, value, attn_mask=seen).transpose(1, 2)
         expected = [plain, *torch.autograd.grad(plain.square().sum(), exact)]
         pairs = [(one.float().cpu(), other) for one, other in zip(computed, expected, strict=True)]
-    except torch.OutOfMemoryError:  # says nothing about the kernels
+    except torch.OutOfMemoryError:  # not the kernels' fault
         raise
     # another version of torch may lack the kernels or give them other arguments; a device may lack them
     except (AttributeError, RuntimeError, TypeError, ValueError, IndexError, AssertionError):

@@ -1,4 +1,4 @@
-"""Loads the model of a `Source` in stages: weights in the type to use, new tokens, the adapter, what is trained."""
+"""Loads the model of a `Source` in stages: weights in the dtype to use, new tokens, the adapter, what is trained."""
 
 import json
 import re
@@ -33,14 +33,14 @@ def load_model(
     new_tokens: Sequence[int] = (),
     offload: str | None = None,
 ) -> Any:
-    """Return the model, ready for Accelerator.prepare: weights in the type to use, with its adapter.
+    """Return the model with its adapter, in the dtype to use and ready for Accelerator.prepare.
 
     Args:
-        deepspeed: whether DeepSpeed keeps the float32 copy (then weights are loaded in `precision`).
-        total_steps: optimizer steps to come; 0 for evaluation alone: a saved adapter stays frozen, no new one is made.
+        deepspeed: whether DeepSpeed keeps the float32 copy of the weights; if so, the model is loaded in `precision`.
+        total_steps: optimizer steps to come; 0 for evaluation only: saved adapters stay frozen, and none is added.
         largest_id: the largest token id that the model will read.
-        tensor_ranks: number of ranks that share each matrix.
-        tokenizer: generation stops at its end tokens, and tokens that the weights lack get embeddings.
+        tensor_ranks: number of ranks among which tensor parallelism splits each matrix.
+        tokenizer: its end tokens stop generation, and those of its tokens that the weights lack get embeddings.
         new_tokens: ids that `--chat-template` added to the tokenizer; a new adapter trains their embeddings.
         offload: where to keep weights that do not fit on the GPU, "host" or "disk"; only for evaluation.
     """
@@ -85,28 +85,28 @@ def _refuse_settings(
     """Raise UserError for settings that the source or this machine does not support."""
     if source.adapter and tensor_ranks > 1:
         raise UserError(
-            f"--model {source.adapter}: tensor parallelism does not split adapters; merge it first (accel-sft merge)"
+            f"--model {source.adapter}: tensor parallelism does not split adapters; merge this one (accel-sft merge)"
         )
     if source.adapter and offload:
         raise UserError(f"--offload: {source.adapter} is an adapter; merge it first (accel-sft merge)")
     attention = config.attn_implementation or ""
     if attention == "flex_attention" and train and not device_count():
-        raise UserError("--attn-implementation flex_attention: it has no backward on a CPU; leave it out, or use sdpa")
+        raise UserError("--attn-implementation flex_attention has no backward on a CPU; use sdpa, or omit the option")
     if "flash" in attention and not device_count():
-        raise UserError(f"--attn-implementation {attention}: its kernels need a GPU; leave it out, or use sdpa")
+        raise UserError(f"--attn-implementation {attention} needs a GPU for its kernels; use sdpa, or omit the option")
     if not (attention or config.trust_remote_code):
         _refuse_kernels(source.weights)
 
 
 def _refuse_kernels(name: str) -> None:
-    """Raise UserError if the model's configuration names code on the hub (ORG/REPO) that computes attention."""
+    """Raise UserError if the model's configuration has attention computed by code on the hub (ORG/REPO)."""
     from transformers import PreTrainedConfig
 
     with errors_explained(name):
         content, _ = PreTrainedConfig.get_config_dict(name)
     if kernel := re.search(r'_implementation": (?:{[^}]*)?"([^"}]+/[^"]+)"', json.dumps(content)):
         raise UserError(
-            f"--model {name}: code on the hub computes its attention, {kernel[1]}; choose --attn-implementation "
+            f"--model {name}: its attention is computed by code on the hub, {kernel[1]}; choose --attn-implementation "
             "sdpa, or read that code and pass --trust-remote-code"
         )
 
@@ -117,7 +117,7 @@ def _dtype(*, dtype: str, precision: str) -> torch.dtype:
 
 
 def _unknown_tokens(source: Source, config: TrainConfig, tokenizer: Any) -> Collection[int]:
-    """Ids of the tokenizer that the weights' own tokenizer lacks; none for an adapter, which carries their rows."""
+    """Return the ids of `tokenizer` that the weights' own tokenizer lacks; () for an adapter, which has their rows."""
     if source.adapter:
         return ()
     base = Source(source.weights, source.weights)
@@ -131,7 +131,7 @@ def _make_trainable(
     """Freeze the weights that `--train-only` leaves out, and set up gradient checkpointing and compilation."""
     text = model.config.get_text_config()
     if (coefficient := getattr(text, "router_aux_loss_coef", 0)) and getattr(text, "output_router_logits", False):
-        log(f"router_aux_loss_coef {coefficient:g}: experts' balance is not trained; the loss is that of tokens alone")
+        log(f"router_aux_loss_coef {coefficient:g} is ignored: the loss has no term for the balance of experts")
     if config.train_only is not None:
         freeze_others(model, config.train_only, log, new_tokens)
     if autocast:
@@ -145,6 +145,6 @@ def _make_trainable(
 
 
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
-    """The numbers of trained weights and of all weights, even if ZeRO-3 shards them."""
+    """Return the number of trained parameters and that of all parameters, counted unsharded even under ZeRO-3."""
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
     return sum(size for size, learns in sizes if learns), sum(size for size, _ in sizes)

@@ -1,4 +1,4 @@
-"""Merges an adapter into its base's weights, and checks that merged and unmerged models give the same logits."""
+"""Merges an adapter into the weights of its base, and checks that the model gives the same logits as before."""
 
 from typing import Any
 
@@ -16,23 +16,23 @@ from accel_sft.models.source import Source
 
 DTYPES = {"bf16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _TOLERANCE = 1e-3
-"""Allowed difference between merged and unmerged logits, as a share of the largest logit (or of 1 where all logits are
-smaller). Float32 rounding stays below it; a wrong merge is far above."""
+"""Allowed difference between merged and unmerged logits, as a share of the largest logit (at least of 1). Rounding in
+float32 stays below it, and a wrong merge exceeds it by far."""
 _PROBE = "How much is 12 + 34? Say it in one word: forty-six. Und wie heißt das auf Deutsch, 中文呢？"
 
 
 def merge(source: Source, tokenizer: Any, dtype: str | None, *, trust_remote_code: bool) -> tuple[Any, str]:
-    """The base of `source` with its adapter added, summed in float32 on the CPU, then rounded once to `dtype` (a name
-    in DTYPES; None: that of the base's files); and the name of the resulting type."""
+    """Return the merged model and the name of its dtype. Base and adapter are added in float32 on the CPU, and the sum
+    is rounded once to `dtype`: a name in DTYPES, or None for the dtype in the base's files."""
     if source.adapter is None:
-        raise UserError(f"{source.weights}: full weights, no adapter: there is nothing to merge; use them as they are")
+        raise UserError(f"{source.weights} has full weights and no adapter: there is nothing to merge; use it as it is")
     config = TrainConfig(dtype="float32", trust_remote_code=trust_remote_code)
     adapted = load_model(source, config, precision="no", deepspeed=False, tokenizer=tokenizer).eval()
     base = without_adapter(adapted)
     stored = stored_dtype(AutoConfig.from_pretrained(source.weights, trust_remote_code=trust_remote_code))
     if getattr(base.config, "quantization_config", None):
         raise UserError(
-            f"{source.weights}: the base is quantized, which would round the sum; name unquantized weights as "
+            f"{source.weights}: the base is quantized, so merging would lose precision; name unquantized weights as "
             "base_model_name_or_path in adapter_config.json"
         )
     ids = torch.tensor([tokenizer(_PROBE)["input_ids"]])
@@ -43,8 +43,8 @@ def merge(source: Source, tokenizer: Any, dtype: str | None, *, trust_remote_cod
         difference = (model(input_ids=ids).logits[0] - apart).abs().max().item()
         if not difference <= _TOLERANCE * max(apart.abs().max().item(), 1.0):  # NaN is refused too
             raise UserError(
-                f"{source.adapter}: cannot be merged: logits would be off by {difference:.2g}; the adapter is not "
-                "finite, of another base, or on one of two tied layers (embeddings, head)"
+                f"{source.adapter} cannot be merged: logits would be off by {difference:.2g}; the adapter is not "
+                "finite, belongs to another base, or adapts only one of two tied layers (embeddings, head)"
             )
         dtype = dtype or next((name for name, kind in DTYPES.items() if kind == stored), "float32")
         for name, tensor in model.state_dict(keep_vars=True).items():

@@ -1,4 +1,4 @@
-"""Embeddings for tokens added to a tokenizer: separate rows, which are trained and saved with an adapter."""
+"""Gives embeddings to tokens that were added to a tokenizer; an adapter can train and save these rows alone."""
 
 import contextlib
 import functools
@@ -20,8 +20,8 @@ tokens, too little to make any of them likely (Hewitt, 2021: the mean keeps the 
 def know_tokens(
     model: Any, tokenizer: Any, seed: int, log: Callable[[str], None], new_tokens: Collection[int] = ()
 ) -> None:
-    """Give the model a row of its embedding and its head for each token of the tokenizer; missing rows are drawn around
-    the old rows' mean. Spare rows of a padded matrix, often zeros, are drawn likewise for `new_tokens`."""
+    """Enlarge the model's embedding and head to a row for each token of the tokenizer. New rows are drawn around the
+    mean of the old rows. Rows that `new_tokens` have already (a matrix's padding, often zeros) are redrawn likewise."""
     size = max(tokenizer.get_vocab().values()) + 1
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     before = getattr(embedding.weight, "ds_shape", embedding.weight.shape)[0]
@@ -51,7 +51,7 @@ def know_tokens(
 
 
 def _enlarged(weight: torch.nn.Parameter, size: int, spare: list[int], seed: int) -> torch.nn.Parameter:
-    """A matrix (V, H), or a vector (V,), enlarged to `size` rows and unsharded; rows in `spare` are new too."""
+    """Return a matrix (V, H) or a vector (V,), unsharded and with `size` rows; rows in `spare` are redrawn too."""
     with _gathered(weight):
         old = weight.detach().clone()
     some = old[:: -(-len(old) // _SAMPLED)].double()
@@ -74,8 +74,8 @@ def _gathered(*weights: Any) -> Any:
 
 
 def trained_beside(model: Any, tokens: Sequence[int], others: list[str]) -> dict[str, Any]:
-    """peft's argument that makes an adapter train the embedding and head rows of these tokens, except in matrices named
-    in `others`, which are adapted or trained in full."""
+    """Return peft's argument that makes an adapter train the rows of these tokens in the embedding and the head, except
+    in matrices named in `others`, which are adapted or trained in full."""
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     named = {name.rpartition(".")[2]: part for name, part in model.named_modules() if any(part is end for end in ends)}
     rows = {name: list(tokens) for name in named if tokens and name not in others}
@@ -104,8 +104,8 @@ def rows_made(model: Any) -> Iterator[None]:
 
 
 def use_rows(adapted: Any) -> None:
-    """Call the frozen layer in forwards, and replace its output for trained rows. peft's own forward copies the full
-    matrix to insert these rows, and bypasses the hooks with which ZeRO-3 gathers the matrix."""
+    """Make layers with trained rows call their frozen layer and replace its output for these rows. peft's own forward
+    copies the full matrix to insert the rows, and bypasses the hooks with which ZeRO-3 gathers the matrix."""
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 
     for layer in adapted.modules():
@@ -116,12 +116,12 @@ def use_rows(adapted: Any) -> None:
 def _forward(
     layer: Any, ids_on: dict[Any, torch.Tensor], x: torch.Tensor, active: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """What a TrainableTokensLayer computes: embeddings (B, T, H) of token ids, or logits (..., V) of hidden states."""
+    """Compute a TrainableTokensLayer: embeddings (B, T, H) from token ids, or logits (..., V) from hidden states."""
     if layer.disable_adapters or layer.merged or not active:
         return type(layer).forward_adapters(layer, x, active, *args, **kwargs)
     base, (name,) = layer.base_layer, active
     output = base(x, *args, **kwargs)
-    if x.device not in ids_on:  # copied once, as the host waits for a copy to a GPU
+    if x.device not in ids_on:  # copied only once: the host waits for each copy to a GPU
         ids_on[x.device] = torch.tensor(layer.token_indices[name], device=x.device)
     ids, rows = ids_on[x.device], layer.trainable_tokens_delta[name]
     if isinstance(base, torch.nn.Linear):

@@ -1,8 +1,8 @@
-"""Attention of rows after one copy of their common prefix, for training and for generation.
+"""Computes the attention of rows to themselves and to one copy of their common prefix, in training and generation.
 
-Rows continue from the cache of one prefix forward, differentiably and with layers of any kind: attention layers cache
-the prefix's keys and values, stateful layers their state. Rows use this cache by reference, so that one backward adds
-up all rows' gradients of the prefix, and goes through the prefix once.
+The prefix is computed once, and the rows continue from its cache. This is differentiable and works with all kinds of
+layers: attention layers cache the prefix's keys and values, and stateful layers cache their state. The rows share the
+cache by reference, so one backward adds up the rows' gradients of the prefix, and goes through the prefix once.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from accel_sft.models.cascade import PrefixedRows, cascade, cut_rows, probe_kern
 
 
 def install(device: torch.device | None = None) -> None:
-    """Let every model of this process with sdpa attention accept the arguments `rows` and `decoding`; without these
-    nothing changes. The kernels that do not copy the prefix are probed on `device`, where rows will be computed."""
+    """Make the sdpa attention of all models in this process accept the arguments `rows` and `decoding`; without them
+    nothing changes. With `device`, also probe on it the fused kernels (cascade.py) that do not copy the prefix."""
     if device is not None:
         probe_kernels(device)
     AttentionInterface.register("sdpa", rows_attention)
 
 
 def installed() -> bool:
-    """Whether sdpa accepts `rows` and `decoding`; plain sdpa would ignore both, and rows would see each other."""
+    """Whether sdpa accepts `rows` and `decoding`; plain sdpa would ignore them, so that rows would see each other."""
     return AttentionInterface()["sdpa"] is rows_attention
 
 
@@ -45,11 +45,11 @@ def rows_attention(
     decoding: Callable[..., torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """sdpa by rows: the prefix sees itself, each row sees the prefix and itself; rows do not see each other.
+    """sdpa for rows in one sequence: each row sees the prefix and itself, but no other row; the prefix sees itself.
 
-    Without a prefix, rows are cut out of the sequence into a batch, and the outputs go back to where the queries stood.
-    The query is (1, heads, T, D), key and value may have fewer heads; the output is (1, T, heads, D). `decoding`
-    computes attention in place of all this (evaluation/decoder.py).
+    Without a prefix, the rows are cut out of the sequence into a batch, and their outputs are put back into a sequence.
+    The query is (1, heads, T, D), key and value may have fewer heads; the output is (1, T, heads, D). If `decoding` is
+    given (evaluation/decoder.py), it computes the attention instead.
     """
     if decoding is not None:
         return decoding(module, query, key, value, kwargs.get("scaling")), None
@@ -64,13 +64,13 @@ def rows_attention(
         return output.flatten(0, 1)[rows.back][None], None
     others = (kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux"))
     if any(args) or kwargs.get("dropout") or any(others) or not usable(query, key, value):
-        # raised by a trial before step 1, after which rows use a cache
+        # a trial before step 1 catches this; rows then use a cache
         raise NotImplementedError("no kernels for such rows after a prefix")
     return cascade(query, key, value, rows, kwargs.get("scaling")), None
 
 
 def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """A float32 tensor, such as rotated queries and keys, cast as autocast would if it covered these kernels."""
+    """Under autocast, cast a float32 tensor (such as rotated queries): autocast does not cover these kernels."""
     kind = tensor.device.type
     if tensor.dtype == torch.float32 and torch.is_autocast_enabled(kind):
         return tensor.to(torch.get_autocast_dtype(kind))
@@ -78,21 +78,21 @@ def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class PrefixCache(DynamicCache):
-    """A cache that a layer may read repeatedly without changing it. transformers' own caches change in place: autograd
-    could not go back through them, and gradient checkpointing would recompute from changed ones."""
+    """A cache that layers read without changing it. transformers' own caches change in place, so autograd could not go
+    back through them, and gradient checkpointing would recompute from a changed cache."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
         self.layers: list[Any] = self.layers
         self.read: list[Any] | None = [None] * len(self.layers)
-        """Each layer's cache of the prefix; None once rows continue from it."""
+        """Each layer's cache of the prefix. The whole list becomes None once rows continue from the prefix."""
 
     def behind(self, rows: int) -> "PrefixCache":
-        """After the prefix is read: the cache from which `rows` rows continue."""
+        """Return the cache from which `rows` rows continue; to be called after the prefix's forward."""
         assert self.read is not None
         behind = copy.copy(self)
         behind.layers = [_copy(layer or empty) for layer, empty in zip(self.read, self.layers, strict=True)]
-        behind.read = self.read = None  # recomputation in the backward does not store the cache again
+        behind.read = self.read = None  # so that recomputation in the backward stores nothing
         for layer in behind.layers:
             for name, value in vars(layer).items():
                 if isinstance(value, dict):
@@ -102,7 +102,7 @@ class PrefixCache(DynamicCache):
         return behind
 
     def _changing(self, index: int) -> Any:
-        """A copy of a layer's cache, which a forward of the layer may change."""
+        """Return a copy of a layer's cache, which the layer's forward may change."""
         if self.read is None:
             return _copy(self.layers[index])
         self.read[index] = self.read[index] or _copy(self.layers[index])
@@ -117,7 +117,7 @@ class PrefixCache(DynamicCache):
     def update_conv_state(
         self, conv_states: Any, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Any:
-        """Return the inputs from where the convolution has to begin, like the library's, which copies into a buffer."""
+        """Return the convolution's inputs and the earlier ones it needs. transformers would copy them to a buffer."""
         layer, before = self._changing(layer_idx), self.layers[layer_idx]
         size = conv_kernel_size or before.conv_kernel_size[state_idx] or conv_states.shape[-1]
         if before.has_previous_state[state_idx]:
@@ -149,7 +149,7 @@ def _for_rows(value: Any, rows: int) -> Any:
 
 @contextlib.contextmanager
 def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within this context the module has another forward."""
+    """Within this context, the module's forward is `forward`."""
     own = vars(module).get("forward")
     module.forward = forward
     try:
@@ -163,13 +163,13 @@ def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterat
 
 @contextlib.contextmanager
 def prefix_first(model: Any, prefix: torch.Tensor) -> Iterator[None]:
-    """Within this context, a forward first reads the prefix, with ids (1, P), and its rows continue the prefix; the
-    model's wrapper (DDP, DeepSpeed, FSDP) sees a single forward."""
+    """Within this context, each forward of the model first computes the prefix, with ids (1, P), and then rows that
+    continue the prefix. The model's wrapper (DDP, DeepSpeed, FSDP) sees a single forward."""
     base = without_adapter(model)
     own = base.forward
     taken = arguments(base)
-    for layer in base.modules():  # transformers denies a cache to layers that checkpointing recomputes: they would
-        if isinstance(layer, GradientCheckpointingLayer):  # change it twice. A `PrefixCache` does not change.
+    for layer in base.modules():  # transformers gives checkpointed layers no cache: they would change it again when
+        if isinstance(layer, GradientCheckpointingLayer):  # recomputed. They do not change a `PrefixCache`.
             layer._can_checkpoint_with_cache = True
     cache_name = cache_argument(own) or "past_key_values"
     no_logits = {"logits_to_keep": prefix.new_zeros(0)} if "logits_to_keep" in taken else {}
@@ -178,7 +178,7 @@ def prefix_first(model: Any, prefix: torch.Tensor) -> Iterator[None]:
         cache = PrefixCache(base.config)
         own(input_ids=prefix, use_cache=False, **{cache_name: cache}, **no_logits)
         rows, longest = kwargs["input_ids"].shape
-        if "position_ids" in taken:  # Bamba, as of transformers 5.23, would count from 0 again
+        if "position_ids" in taken:  # Bamba in transformers 5.23 would begin at position 0
             positions = torch.arange(longest, device=prefix.device) + prefix.shape[1]
             kwargs["position_ids"] = positions.expand(rows, -1)
         return own(*args, **{**kwargs, cache_name: cache.behind(rows)})

@@ -1,4 +1,4 @@
-"""Loads saved weights as a model for text: unsharded, sharded or offloaded; incomplete files are refused."""
+"""Loads a model from saved weights, unsharded, sharded or offloaded, and refuses incomplete files."""
 
 import math
 import re
@@ -24,18 +24,18 @@ _NAMED = 4
 _DEQUANTIZED = ("mxfp4", "fp8", "compressed-tensors")
 """Kinds of quantized checkpoints that transformers can dequantize on loading, so that the weights can be trained."""
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-_ALONE = "of multimodal weights, only the language model is loaded and exported; merge an adapter to serve it"
+_ALONE = "only the language model of these multimodal weights is loaded and exported; to serve an adapter, merge it"
 _EXACT = """
     colwise colwise_gather_output colwise_rep embedding_rowwise rowwise rowwise_rep rowwise_split_input
 """
 """Tensor-parallel styles of transformers 5.23 that give the same loss and gradients as a single process
-(tests/launch/test_tensor_parallel.py). `replicated_with_grad_allreduce` does not: after a step's second backward it
-counts the first gradient once per rank."""
+(tests/launch/test_tensor_parallel.py). `replicated_with_grad_allreduce` does not: after a step's second backward, it
+counts the gradient of the first backward once per rank."""
 LOWEST_TORCH = "2.7"
 """Lowest torch version for transformers' tensor parallelism, which passes `src_data_rank` to distribute_tensor()."""
 _INSTEAD = "train with accelerate_configs/z3.yaml, which shards any model's weights"
 _WEIGHTS_SHARE = 0.75
-"""Share of free GPU and of free host memory that offloaded weights may fill; activations and KV cache need the rest."""
+"""Share of free GPU and host memory that weights may fill under --offload; activations and KV cache need the rest."""
 OR_NONE = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 """Arguments of transformers' cached_file that make it return None for a file that the model does not have."""
 
@@ -52,7 +52,7 @@ def pretrained(
     tensor_ranks: int = 1,
     offload: str | None = None,
 ) -> Any:
-    """The model of a folder or a hub id, without an adapter. Arguments are those of `load_model`."""
+    """Return the model of a folder or a hub id, without an adapter. The arguments are as in `load_model`."""
     from transformers import AutoConfig
 
     settings = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
@@ -77,10 +77,10 @@ def pretrained(
         **(cut_over(tensor_ranks) if tensor_ranks > 1 else {}),
         **(placing(offload) if offload else {}),
     )
-    # under ZeRO-3 transformers 5.23 keeps renamings that no file needed, which would change the names in exports
+    # under ZeRO-3, transformers 5.23 keeps renamings that no file needed; they would rename weights in exports
     if renamed := getattr(model, "_weight_conversions", None):
         model._weight_conversions = [conversion for conversion in renamed if conversion.was_used()]
-    if place := hub_place(name):  # not the folder in this machine's cache
+    if place := hub_place(name):  # the hub id, not the folder in this machine's cache
         model.name_or_path = place[0]
     if config.load_in_4bit:
         keep_as_trained(model)
@@ -89,7 +89,7 @@ def pretrained(
     if quantized and not hasattr(model.config, "quantization_config"):
         # otherwise saving would give dequantized weights the names of quantized ones
         vars(model).pop("_weight_conversions", None)
-        if dtype == torch.float32:  # transformers 5.21 leaves dequantized experts in another type
+        if dtype == torch.float32:  # transformers 5.21 leaves dequantized experts in another dtype
             model.float()
     if offload:
         places = Counter({"cpu": "host", "disk": "disk"}.get(str(to), "GPU") for to in model.hf_device_map.values())
@@ -97,7 +97,7 @@ def pretrained(
     if text is not settings and not isinstance(model.config, type(settings)):
         log(_ALONE)
     elif unused := sorted(loading_info["unexpected_keys"]):
-        log(f"not loaded, as config.json describes no such weights: {len(unused)} in its files ({_named(unused)})")
+        log(f"not loaded, because config.json does not describe them: {len(unused)} weights ({_named(unused)})")
     return model
 
 
@@ -107,13 +107,13 @@ def vocabulary_problem(name: str, text: Any, largest_id: int) -> str | None:
     if largest_id < size:
         return None
     return (
-        f"--model {name}: its tokenizer has token {largest_id}, and the model's vocabulary ends at {size - 1}; use "
-        "the model's own tokenizer, or resize_token_embeddings"
+        f"--model {name}: its tokenizer has token id {largest_id}, but the model's vocabulary ends at {size - 1}; use "
+        "the model's own tokenizer, or call resize_token_embeddings()"
     )
 
 
 def text_settings(name: str, *, trust_remote_code: bool) -> Any:
-    """The text part of a model's configuration, without its weights."""
+    """Return the text part of a model's configuration; no weights are loaded."""
     from transformers import AutoConfig
 
     with errors_explained(name):
@@ -122,22 +122,22 @@ def text_settings(name: str, *, trust_remote_code: bool) -> Any:
 
 
 def stored_dtype(settings: Any) -> torch.dtype:
-    """The type of a model's weights according to its configuration; float32 if the configuration names none."""
+    """Return the dtype of a model's weights according to its configuration; float32 if the configuration has none."""
     # a model's own code may use the name `dtype` for something else
     named = getattr(settings.get_text_config(decoder=True), "dtype", None) or getattr(settings, "dtype", None)
     return named if isinstance(named, torch.dtype) else torch.float32
 
 
 def auto_class(model: torch.nn.Module) -> Any:
-    """The class of transformers that loads this model's weights."""
+    """Return transformers' auto class that loads this model's weights."""
     base = without_adapter(model)
     made_by = (auto for auto in _classes() if isinstance(base, auto._model_mapping.get(type(base.config), ())))
     return next(made_by, None) or class_of(base.config)
 
 
 def class_of(settings: Any, *, images: bool = False) -> Any:
-    """The transformers class that loads a model of this configuration: the causal one, or the one for images and text
-    if there is no causal one or the model is to read images."""
+    """Return the auto class that loads a model of this configuration: AutoModelForCausalLM if it supports the model,
+    else AutoModelForImageTextToText. With `images`, the second class is tried first."""
     classes = _classes()
     in_order = classes[::-1] if images else classes
     return next((auto for auto in in_order if type(settings) in auto._model_mapping), classes[0])
@@ -150,13 +150,13 @@ def _classes() -> tuple[Any, Any]:
 
 
 def _refuse_incomplete(name: str, loading_info: dict[str, Any]) -> None:
-    """Raise UserError for weights missing from the files: transformers would only initialize them randomly."""
+    """Raise UserError if weights are missing from the files: transformers would initialize them randomly."""
     mismatched = loading_info["mismatched_keys"]
     shapes = [f"{key} {tuple(in_file)} for {tuple(expected)}" for key, in_file, expected in mismatched]
-    for what, keys in (("lack", loading_info["missing_keys"]), ("do not match config.json in the shapes of", shapes)):
+    for verb, keys in (("lack", loading_info["missing_keys"]), ("do not match config.json in the shapes of", shapes)):
         if keys:
-            named = f"{len(keys)} of the model's weights ({_named(sorted(keys))})"
-            raise UserError(f"--model {name}: its files {what} {named}; name complete files, or fix its config.json")
+            weights = f"{len(keys)} of the model's weights ({_named(sorted(keys))})"
+            raise UserError(f"--model {name}: its files {verb} {weights}; name complete files, or fix config.json")
 
 
 def _named(keys: list[str]) -> str:
@@ -166,7 +166,7 @@ def _named(keys: list[str]) -> str:
 def freeze_beyond_text(
     model: torch.nn.Module, log: Callable[[str], None], *, images: bool = False, pattern: str | None = None
 ) -> None:
-    """Freeze the parameters that text never passes through (e.g. the vision tower); images still use them, untrained.
+    """Freeze the parameters that text never passes through, such as the vision tower's; images still pass through them.
     With `images`, parameters whose names match the regular expression `pattern` stay trainable."""
     left = pattern if images else None
     frozen = []
@@ -175,7 +175,7 @@ def freeze_beyond_text(
             weights.requires_grad_(False)
             frozen.append(name)
     if frozen:
-        log(f"not trained, as text does not reach it: {', '.join(parts_of(frozen))}")
+        log(f"not trained, because text does not pass through it: {', '.join(parts_of(frozen))}")
 
 
 def freeze_others(model: Any, pattern: str, log: Callable[[str], None], new_tokens: Sequence[int] = ()) -> None:
@@ -189,14 +189,14 @@ def freeze_others(model: Any, pattern: str, log: Callable[[str], None], new_toke
         parameter.requires_grad_(name in trained)
     if new_tokens and not model.get_input_embeddings().weight.requires_grad:
         raise UserError(
-            f"--train-only {pattern}: --chat-template adds {len(new_tokens)} tokens with untrained embeddings; match "
-            "these too, such as embed_tokens"
+            f"--train-only {pattern} leaves out the embeddings of {len(new_tokens)} tokens that --chat-template adds; "
+            "make the pattern match them too (such as embed_tokens)"
         )
     log(f"--train-only trains {', '.join(alike(name for name in names if name in trained))}")
 
 
 def would_train(name: str, config: TrainConfig, log: Callable[[str], None], images: bool, new: Sequence[int]) -> None:
-    """Log which weights `--train-only` trains, and raise the errors that training would raise; uses the meta device."""
+    """Log which weights `--train-only` trains, and raise the errors that training would raise; loads no weights."""
     from transformers import AutoConfig
 
     trusted = {"trust_remote_code": config.trust_remote_code}
@@ -208,7 +208,7 @@ def would_train(name: str, config: TrainConfig, log: Callable[[str], None], imag
 
 
 def processor_files(name: str, model: torch.nn.Module) -> list[Path]:
-    """The files of a multimodal model that configure the preprocessing of images and other media."""
+    """Return a multimodal model's files that configure the preprocessing of images and other media; else []."""
     from transformers.utils import cached_file
 
     paths = [cached_file(name, file, **OR_NONE) for file in _PROCESSOR_FILES] if beyond_text(model) else []
@@ -216,8 +216,8 @@ def processor_files(name: str, model: torch.nn.Module) -> list[Path]:
 
 
 def check_plan(name: str, settings: Any, kind: Any, ranks: int, *, images: bool) -> None:
-    """Raise UserError unless a model of these settings, loaded by the auto class `kind`, can be split over `ranks`
-    ranks."""
+    """Raise UserError if tensor parallelism cannot split a model with these settings, loaded by the auto class `kind`,
+    among `ranks` ranks."""
     text = settings.get_text_config(decoder=True)
     of_class = getattr(kind._model_mapping.get(type(settings), None), "_tp_plan", None) or {}
     plan, problem = dict(getattr(text, "base_model_tp_plan", None) or {}), None
@@ -227,7 +227,7 @@ def check_plan(name: str, settings: Any, kind: Any, ranks: int, *, images: bool)
     if images:
         problem = "the data has images, and plans split language models only"
     elif not plan:
-        problem = "transformers has no plan (base_model_tp_plan) for it"
+        problem = "transformers has no plan (base_model_tp_plan) for its class"
     elif unknown := sorted({*plan.values(), *of_class.values()} - {*_EXACT.split()}):
         problem = f"its plan has styles that are not known to be exact ({', '.join(unknown)})"
     elif uneven:
@@ -235,14 +235,14 @@ def check_plan(name: str, settings: Any, kind: Any, ranks: int, *, images: bool)
     elif getattr(settings, "quantization_config", None):
         problem = "its weights are quantized"
     if problem:
-        raise UserError(f"--model {name}: tensor parallelism cannot split it, {problem}; {_INSTEAD}")
+        raise UserError(f"--model {name}: tensor parallelism cannot split this model: {problem}; {_INSTEAD}")
 
 
 def cut_over(ranks: int) -> dict[str, Any]:
-    """Arguments for from_pretrained that make each rank load only its part, cut by the model's tensor-parallel plan."""
+    """Return from_pretrained's arguments that make each rank load only its part under the tensor-parallel plan."""
     if Version(torch.__version__) < Version(LOWEST_TORCH):
-        needs = f"torch {LOWEST_TORCH} or newer, and {torch.__version__} is installed"
-        raise UserError(f"tensor parallelism needs {needs}; {_INSTEAD}")
+        versions = f"torch {LOWEST_TORCH} or newer, but {torch.__version__} is installed"
+        raise UserError(f"tensor parallelism needs {versions}; {_INSTEAD}")
     from transformers.distributed import DistributedConfig
 
     return {"distributed_config": DistributedConfig(tp_size=ranks)}
@@ -253,17 +253,17 @@ def refuse_offload(where: str | None, *, ranks: int, quantized: bool) -> None:
     if where is None:
         return
     if ranks > 1:
-        raise UserError("--offload: one process places the whole model; start it without accelerate launch")
+        raise UserError("--offload works in a single process only; start the command without accelerate launch")
     if quantized:
-        raise UserError("--offload: weights in 4 bits cannot be offloaded; leave it out, or name unquantized weights")
+        raise UserError("--offload: 4-bit weights cannot be offloaded; omit the option, or name unquantized weights")
     if where == "host" and not device_count():
-        raise UserError("--offload host: there is no GPU here, so all weights are in host memory anyway; try disk")
+        raise UserError("--offload host: there is no GPU here, so all weights are in host memory anyway; use disk")
 
 
 def placing(where: str) -> dict[str, Any]:
-    """Arguments for from_pretrained that make accelerate fill the GPU with weights, keep the rest in `where`, and move
-    each layer's weights to the device for its forward. Weights that must be converted on loading, such as
-    merged experts, go to a folder of the cache that is removed when the process ends."""
+    """Return from_pretrained's arguments that make accelerate fill the GPU with weights, keep the rest on `where` (host
+    or disk), and move each layer's weights to the GPU for its forward. Weights that must be converted on loading, such
+    as merged experts, go to a folder in the cache, which is removed when the process ends."""
     folder = {"offload_folder": str(own_folder(cache.folder() / "offload"))}
     if not device_count():
         return {"device_map": {"": "disk"}, **folder}

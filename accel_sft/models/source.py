@@ -27,7 +27,7 @@ _CARRY_ROWS = ("trainable_token_indices", "modules_to_save")
 """Keys of adapter_config.json. If one has a value, the adapter may hold embeddings of tokens that its base lacks."""
 _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/(\w+)/")
 _NOT_READ = ["consolidated*", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "*.ot", "*.pt", "*.pth", "original/*"]
-"""Files that are not fetched when a hub id has a revision: weights in formats of other libraries."""
+"""Files that are not downloaded for a hub id with a revision: weights in formats of other libraries."""
 _SAMPLES, _SAMPLE_BYTES = 1 << 14, 1 << 12
 _SHIPPED: tuple[str, ...] = ("*.safetensors", "*.safetensors.index.json", "README.md", "*.jinja", "config.json")
 _SHIPPED += ("chat_template.json", "adapter_config.json", "generation_config.json", "tokenizer_config.json")
@@ -39,8 +39,8 @@ _TEMPLATES = "additional_chat_templates"
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What to load: full weights with their tokenizer, and an adapter, if any. If the adapter `adds_tokens`, tokens
-    that only its tokenizer has get embeddings, drawn with `rows_seed` (None: the settings' seed)."""
+    """What to load: full weights, a tokenizer and, if there is one, an adapter. With `adds_tokens`, tokens that only
+    the tokenizer has get embeddings, drawn with the seed `rows_seed` (None: the seed of the settings)."""
 
     weights: str
     tokenizer: str
@@ -50,12 +50,12 @@ class Source:
 
 
 def find_source(model: str, *, init_from: str | None = None, revision: str | None = None) -> Source:
-    """The source that `--init-from` names, or else `--model`: a folder of full weights, an adapter or a run; or a hub
-    id, whose `revision` (branch, tag or commit) is fetched into the hub's cache."""
+    """Return the source that `--init-from` names, or else `--model`: a folder of full weights, an adapter or a run; or
+    a hub id, whose `revision` (branch, tag or commit) is downloaded to the hub's cache."""
     name = init_from or model
     folder = expanded(name)
     if revision and folder.exists():
-        raise UserError(f"--revision {revision}: {name} is a folder; leave it out, or name a hub id")
+        raise UserError(f"--revision {revision}: {name} is a folder; omit the option, or name a hub id")
     if (run := RunDir(folder)).record.is_file():
         if not run.final.is_dir():
             raise UserError(f"{name}: this run has no final/ yet; resume it first, or name one of its folders")
@@ -65,18 +65,18 @@ def find_source(model: str, *, init_from: str | None = None, revision: str | Non
         base = adapter.get("base_model_name_or_path") if isinstance(adapter, dict) else None
         if not isinstance(base, str) or not base:
             raise UserError(
-                f"{folder}/adapter_config.json: base_model_name_or_path is missing; name the adapter's base"
+                f"{folder}/adapter_config.json: base_model_name_or_path is missing; set it to the adapter's base"
             )
         beside = RunDir(folder.absolute().parent.resolve()).base
-        if not Path(base).exists() and (beside / "config.json").is_file():  # the run was moved
+        if not Path(base).exists() and (beside / "config.json").is_file():  # the run's folder was moved
             base = str(beside)
         elif Path(base).is_absolute() and not Path(base).exists():
-            raise UserError(f"{folder}: its base {base} is gone; put it back, or name it in adapter_config.json")
+            raise UserError(f"{folder}: the adapter's base {base} is gone; restore it, or fix adapter_config.json")
         base = _fetched(base, adapter.get("revision"))
         return Source(base, str(folder), str(folder), any(adapter.get(key) for key in _CARRY_ROWS))
     if name and folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise UserError(f"{name}: no config.json or adapter_config.json in this folder; it is not a saved model")
+            raise UserError(f"{name} is not a saved model: the folder has neither config.json nor adapter_config.json")
         return Source(str(folder.resolve()), str(folder))
     if init_from:
         raise UserError(f"--init-from {name}: no such run; give the folder of a finished run or of saved weights")
@@ -87,7 +87,7 @@ def find_source(model: str, *, init_from: str | None = None, revision: str | Non
 
 
 def _fetched(name: str, revision: str | None) -> str:
-    """The folder of the hub's cache with this revision of a hub id; `name` itself without a revision."""
+    """Return the folder in the hub's cache with this revision of a hub id; `name` itself if there is no revision."""
     if not revision or Path(name).exists():
         return name
     from huggingface_hub import snapshot_download
@@ -97,19 +97,19 @@ def _fetched(name: str, revision: str | None) -> str:
 
 
 def hub_place(name: str) -> tuple[str, str] | None:
-    """Hub id and commit of a model, from its hub id or its folder in the hub's cache; None for other folders."""
+    """Return hub id and commit of a model, given its hub id or its folder in the hub's cache; None if not cached."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     cached = None
-    with contextlib.suppress(HFValidationError):  # a folder that is gone
+    with contextlib.suppress(HFValidationError):  # raised for a folder that does not exist
         cached = None if Path(name).exists() else try_to_load_from_cache(name, "config.json")
     place = _SNAPSHOT.search(f"{cached}" if isinstance(cached, str) else f"{name}/")
     return (f"{place[1]}/{place[2]}", place[3]) if place else None
 
 
 def began_with(source: Source, record: Mapping[str, Any] | None) -> str:
-    """The folder or hub id that `--base auto` means. `record` is that of the run that wrote the weights, if one did."""
+    """Return the folder or hub id that `--base auto` means. `record` is that of the weights' run, if there is one."""
     began = record["config"].get("init_from") or record["config"].get("model") if record else None
     if source.adapter:
         return source.weights
@@ -121,7 +121,7 @@ def began_with(source: Source, record: Mapping[str, Any] | None) -> str:
 
 
 def as_it_began(base: Source, tuned: Source, record: Mapping[str, Any] | None) -> Source:
-    """`base`, with the tokenizer of the tuned weights if their run was given a `--chat-template`."""
+    """Return `base`, with the tokenizer of the tuned weights if their run was given a `--chat-template`."""
     if not record or not record["config"].get("chat_template"):
         return base
     return dataclasses.replace(
@@ -130,8 +130,8 @@ def as_it_began(base: Source, tuned: Source, record: Mapping[str, Any] | None) -
 
 
 def weights_identity(source: Source) -> str | None:
-    """SHA-256 of a folder's configuration and weight files; None for a hub id. Of a large file only 64 MiB, evenly
-    spread, are hashed: training changes every matrix."""
+    """Return the SHA-256 of a folder's configuration and weight files; None for a hub id. Of a large file, only 64 MiB
+    spread evenly over it are hashed, which is enough because training changes every matrix."""
     folder = Path(source.weights)
     if not folder.is_dir():
         return None
@@ -148,7 +148,7 @@ def weights_identity(source: Source) -> str | None:
 
 
 def other_base(source: Source) -> list[str]:
-    """A line (in a list) if the base's weights have changed since this adapter was trained; else an empty list."""
+    """Return a message (in a list) if the base's weights have changed since the adapter was trained; else []."""
     record = RunDir.record_around(source.adapter) if source.adapter else None
     before = record.get("base_weights") if record else None
     now = weights_identity(source) if before else None
@@ -158,7 +158,7 @@ def other_base(source: Source) -> list[str]:
 
 
 def is_tiny(model: str, *, init_from: str | None = None) -> bool:
-    """Whether the model to train is the built-in one, fresh or from an earlier run of it."""
+    """Whether the model to train is the built-in `tiny`, new or trained by an earlier run."""
     seen = set()
     while isinstance(init_from, str) and init_from:
         run = RunDir(expanded(init_from, "--init-from"))
@@ -171,13 +171,13 @@ def is_tiny(model: str, *, init_from: str | None = None) -> bool:
 
 
 def resolved(config: Settings, task: Task | type[Task]) -> Settings:
-    """The settings with defaults in place of each None; `tiny` has its own, and the task's `tiny_steps`."""
+    """Return the settings with a default for each None; `tiny` has its own defaults, and the task's `tiny_steps`."""
     tiny = is_tiny(config.model, init_from=config.init_from)
     return config.resolved({**TINY_DEFAULTS, "max_steps": task.tiny_steps} if tiny else {})
 
 
 def _reach(name: str) -> None:
-    """Raise OSError if no file of `name` is cached here and the hub cannot be reached: libraries retry for a minute."""
+    """Raise OSError if `name` is not cached and the hub cannot be reached; libraries would first retry for a minute."""
     from huggingface_hub import constants, file_download, get_session
 
     cached = Path(constants.HF_HUB_CACHE) / file_download.repo_folder_name(repo_id=name, repo_type="model")
@@ -200,28 +200,28 @@ def errors_explained(name: str) -> Iterator[None]:
             yield
     except (UserError, MemoryError):
         raise
-    except Exception as error:  # files may hold anything, and libraries fail on it in ways of their own
+    except Exception as error:  # files may hold anything, and each library raises its own errors
         of_file = isinstance(error, RecursionError) or "PytorchStreamReader" in str(error)
         if isinstance(error, RuntimeError) and not of_file:
             raise  # out of memory, or a lost rank
         cause = first_line(error)
         if not isinstance(error, (OSError, ValueError, ImportError, UserWarning, SafetensorError)):
             cause = one_line(" ".join(what_and_where(error).split()), LONGEST_ERROR)
-        if isinstance(error, pickle.UnpicklingError):  # torch's own text suggests running what is in the file
-            cause = "its weights hold more than numbers, which could run code; use safetensors, from someone you trust"
+        if isinstance(error, pickle.UnpicklingError):  # torch's message suggests running the file's code
+            cause = "its weights contain Python objects, which can run code; use safetensors from someone you trust"
         if "trust_remote_code" in str(error):
             cause = "it needs its own code to run; read that code, then pass --trust-remote-code"
         if "couldn't connect to" in cause:
             cause = f"{cause.rstrip('.')}; check the network, or name a folder that has the model's files"
         if any(word in str(error) for word in ("attn_implementation", "FlashAttention", "`kernels`")):
             raise UserError(f"--attn-implementation: {cause}") from error
-        as_id = "" if here else "no such folder here, and as a hub id "
-        raise UserError(f"--model {name}: {as_id}cannot be loaded: {cause}") from error
+        problem = "cannot be loaded" if here else "no such folder here, and the hub's model cannot be loaded"
+        raise UserError(f"--model {name}: {problem}: {cause}") from error
 
 
 def shipped_files(source: Path) -> tuple[list[Path], list[str]]:
-    """Return the paths within `source` of the model's files, and the names of all other files and folders there. A
-    Python file is the model's if a configuration names it, or if such a file imports it."""
+    """Return the model's files, as paths relative to `source`, and the names of all other files and folders in it. A
+    Python file belongs to the model if a configuration names it, or if a file so named imports it."""
     code = _own_code(source)
     shipped, left = [], []
     for path in sorted(source.iterdir()):
@@ -243,11 +243,11 @@ def _own_code(source: Path) -> set[Path]:
     for path in source.glob("*config.json"):
         content = read_json(path)
         named = json.dumps(content.get("auto_map") if isinstance(content, dict) else None)
-        for module in re.findall(r'"(\w+)\.\w+"', named):  # not what is on the hub: "org/name--module.Class"
+        for module in re.findall(r'"(\w+)\.\w+"', named):  # "org/name--module.Class", code on the hub, does not match
             if not (file := source / f"{module}.py").is_file():
                 continue
             try:
                 files |= {file, *map(Path, get_relative_import_files(file))}
             except (OSError, ValueError) as error:
-                raise UserError(f"{file}: the model's own code cannot be read ({error}); put it back") from None
+                raise UserError(f"{file}: the model's own code cannot be read ({error}); restore it") from None
     return files

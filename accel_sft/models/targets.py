@@ -14,11 +14,11 @@ ALL_LINEAR = "all-linear"
 
 
 def targets(model: Any, *, names: list[str], saved: list[str], parameters: list[str]) -> dict[str, Any]:
-    """Return peft's arguments for `names` (`--lora-target-modules`) without `saved` (`--lora-modules-to-save`), and for
-    `parameters` (`--lora-target-parameters`).
+    """Return arguments of peft's configurations for `names` (`--lora-target-modules`), `saved`
+    (`--lora-modules-to-save`) and `parameters` (`--lora-target-parameters`).
 
-    With `all-linear`, peft would also choose layers that text never passes through, layers that peft then refuses, and
-    layers whose adapter would have no effect.
+    With `all-linear`, peft alone would also choose layers that text never passes through, layers that peft then
+    refuses, and layers whose adapter would have no effect. The arguments exclude these layers.
     """
     beyond = beyond_text(model)
     modules = [name for name, module in model.named_modules() if not _has_any(name, module, beyond)]
@@ -44,7 +44,7 @@ def targets(model: Any, *, names: list[str], saved: list[str], parameters: list[
     if missing := ", ".join(name for name in saved if not _ends_any(modules, name)):
         raise UserError(f"--lora-modules-to-save {missing}: no such module in this model; print(model) shows all")
     if twice := ", ".join(sorted({*saved} & {*names})):
-        raise UserError(f"--lora-modules-to-save {twice}: --lora-target-modules names it too; leave one out")
+        raise UserError(f"--lora-modules-to-save {twice}: --lora-target-modules names it too; remove it from one")
     if parameters:
         arguments["target_parameters"] = parameters
     if saved:
@@ -58,7 +58,7 @@ def targets(model: Any, *, names: list[str], saved: list[str], parameters: list[
 
 
 def left_out(adapted: Any) -> list[str]:
-    """Names of what gets no adapter under all-linear: layers, and tensors that hold experts."""
+    """Return the names of layers, and of tensors that hold experts, that get no adapter under all-linear."""
     from peft.tuners.lora.layer import ParamWrapper
 
     model = adapted.get_base_model()
@@ -68,15 +68,15 @@ def left_out(adapted: Any) -> list[str]:
     stood_on = {id(getattr(module.get_base_layer(), module.parameter_name)) for module in wrapped}
     for name, parameter in model.named_parameters():
         is_convolution = hasattr(model.get_submodule(name.rpartition(".")[0]), "kernel_size")
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves it one dimension
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 flattens parameters
         if len(shape) == 3 and not (is_convolution or name in beyond or id(parameter) in stood_on):
             names.append(name)
     return list(dict.fromkeys(map(in_block, names)))
 
 
 def unfit(model: Any) -> list[str]:
-    """Names of linear layers that have a forward of their own, or whose weights the model uses without calling the
-    layer, as kernels of state-space layers do."""
+    """Return the names of linear layers that should get no adapter: they have a forward of their own, or the model
+    uses their weights without calling them, as kernels of state-space layers do."""
     names, beyond = [], beyond_text(model)
     for name, module in model.named_modules():
         if not isinstance(module, (torch.nn.Linear, Conv1D)) or _has_any(name, module, beyond):
@@ -93,7 +93,7 @@ def unfit(model: Any) -> list[str]:
 
 
 def _of_model(kind: type) -> bool:
-    """Whether a class comes with a model, not with a library of layers that peft may know."""
+    """Whether a class is defined in a model's code, not in a library of layers that peft may support."""
     return kind.__module__.startswith(("transformers.models.", "transformers_modules."))
 
 
@@ -106,5 +106,5 @@ def _has_any(name: str, module: torch.nn.Module, parameters: dict[str, Any]) -> 
 
 
 def in_block(name: str) -> str:
-    """A name without its block's number and all before that: `mlp.up_proj` for `model.layers.3.mlp.up_proj`."""
+    """Return a name without its block's number and all before it: `mlp.up_proj` for `model.layers.3.mlp.up_proj`."""
     return re.split(r"\.\d+\.", name)[-1]

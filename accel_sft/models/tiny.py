@@ -1,4 +1,4 @@
-"""The built-in model: a Qwen2 of about a million parameters and a tokenizer made from the task's own training text."""
+"""Builds the model `tiny`: a Qwen2 of about a million parameters, with a tokenizer made from the training text."""
 
 import json
 import re
@@ -19,8 +19,8 @@ TINY_DEFAULTS: dict[str, Any] = {
     "global_batch_size": 64,
     "max_length": 512,
 }
-"""Training settings that suit tiny's random start, used where the user sets none: a pretrained model's learning rate
-is a hundred times too small for it."""
+"""Defaults of training settings for `tiny`, which starts from random weights: the learning rate for a pretrained model
+would be a hundred times too small."""
 
 TINY_SHAPE: dict[str, Any] = {
     "hidden_size": 128,
@@ -31,10 +31,10 @@ TINY_SHAPE: dict[str, Any] = {
     "tie_word_embeddings": True,
     "rope_theta": 100.0,
 }
-"""The tiny model's arguments of Qwen2Config; the size of its vocabulary comes from the data.
+"""Arguments of Qwen2Config for the tiny model; the size of its vocabulary comes from the data.
 
-With the usual `rope_theta` of 10,000 most of its 16 rotary angles hardly differ over rows this short, and the model
-learns copying later."""
+With the usual `rope_theta` of 10,000, most of the 16 rotary angles would hardly change over such short rows, and the
+model would learn to copy later."""
 TINY_VOCABULARY = 1024
 """Approximate number of tokens in the tiny model's vocabulary."""
 
@@ -49,12 +49,12 @@ CHAT_TEMPLATE = (
 
 _CHARACTER_SCRIPTS = r"\p{Han}\p{Hiragana}\p{Katakana}"
 _PIECES = rf"\p{{N}}|[{_CHARACTER_SCRIPTS}]|[\p{{L}}&&[^{_CHARACTER_SCRIPTS}]]{{1,64}}| ?[^\s\p{{L}}\p{{N}}]{{1,64}}|\s"
-"""Pieces have at most 64 letters: no word has more, and training time grows with the square of their length."""
+"""Matches a piece of text, of at most 64 letters: BPE training time grows with the square of a piece's length."""
 _MAX_LENGTH = 4096
 _MAX_TEXT = 1 << 14
-"""Maximum number of characters of a text that the tokenizer is made from; much longer rows are left out anyway."""
+"""The tokenizer is made from at most this many characters of each text; much longer rows are left out anyway."""
 _MAX_EXAMPLES = 1 << 13
-"""Maximum number of examples that the tokenizer is made from: more would hardly change it, but slow every start."""
+"""The tokenizer is made from at most this many examples; more would hardly change it, and would slow every start."""
 _MAX_CHARACTERS = 4096
 _MAX_MERGES = 768
 _MERGE_SHARE = 0.01
@@ -64,26 +64,26 @@ _OPENING_CHARACTERS = 6
 
 
 def texts_of(task: Task, examples: Sequence[Any]) -> list[str]:
-    """Return every text of the examples or, if there are too many, of a sample spread over the data."""
+    """Return all texts of the examples or, if there are too many examples, of a sample spread over them."""
     some = range(0, len(examples), -(-len(examples) // _MAX_EXAMPLES))
     return [text for index in some for text in conversation(task, examples, "train", index).texts()]
 
 
 def build_tiny(directory: Path, texts: Sequence[str], seed: int) -> None:
-    """Write model and tokenizer to `directory`, as `from_pretrained` of plain transformers reads them.
+    """Write model and tokenizer to `directory`, from which transformers' `from_pretrained` loads them.
 
-    The result depends only on `texts` (the training examples') and `seed`; torch's global random state does not change.
+    The result depends only on `seed` and `texts` (of the training examples); torch's global random state is kept.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     if not any(texts):
-        raise UserError("--model tiny makes its tokenizer from the training text, and there is none: check the task")
+        raise UserError("--model tiny: its tokenizer is made from the training text, and there is none; check the task")
     tokenizer = train_tokenizer(texts)
     config = Qwen2Config(
         **TINY_SHAPE,
         max_position_embeddings=_MAX_LENGTH,
-        initializer_range=0.06,  # near 1 / sqrt(hidden_size); the usual 0.02 is for wide models and learns later here
+        initializer_range=0.06,  # near 1 / sqrt(hidden_size); the usual 0.02 suits wide models and slows learning
         vocab_size=-len(tokenizer) // 64 * -64,
         use_sliding_window=False,
         pad_token_id=tokenizer.pad_token_id,
@@ -91,7 +91,7 @@ def build_tiny(directory: Path, texts: Sequence[str], seed: int) -> None:
         eos_token_id=tokenizer.eos_token_id,
         dtype=torch.float32,
     )
-    # torch.manual_seed would also reseed every GPU, which fork_rng(devices=[]) does not put back.
+    # torch.manual_seed would also reseed every GPU, and fork_rng(devices=[]) does not restore GPU states.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         model = Qwen2ForCausalLM(config).float()
@@ -101,12 +101,12 @@ def build_tiny(directory: Path, texts: Sequence[str], seed: int) -> None:
 
 
 def train_tokenizer(texts: Sequence[str]) -> Any:
-    """A small byte-level BPE that makes copying easy: varying text is spelt out, constant text is one token.
+    """Return a small byte-level BPE that makes copying easy: varying text is spelt out, constant text is one token.
 
     Each digit and each Chinese or Japanese character is one token, so that positions can be counted. Words and runs of
-    punctuation merge only if many texts have them, so that a new name is spelt by well-trained pieces. Openings shared
-    by many texts (the system prompt, an answer's fixed prefix) are one token. Characters that are not in `texts` become
-    their UTF-8 bytes: any text in Unicode's NFC round-trips.
+    punctuation become one token only if many texts have them, so that new names are spelt with well-trained tokens. An
+    opening that many texts share (the system prompt, an answer's fixed prefix) is one token. Characters that are not in
+    `texts` become their UTF-8 bytes, so any text in Unicode's NFC round-trips.
     """
     from tokenizers import AddedToken, pre_tokenizers
     from transformers import Qwen2Tokenizer
@@ -115,7 +115,7 @@ def train_tokenizer(texts: Sequence[str]) -> Any:
     opening = re.compile("|".join([*map(re.escape, openings), ""]))  # matches a text's longest opening
     corpus = [opening.sub("", text, count=1)[:_MAX_TEXT] for text in sorted(set(texts))]
     characters, merges = _characters_and_merges(corpus)
-    pairs: dict[tuple[str, str], None] = {}  # ordered, each once
+    pairs: dict[tuple[str, str], None] = {}  # an ordered set
     for char in characters:
         spelt = _bytes_as_text(char)
         pairs.update({(spelt[:end], spelt[end]): None for end in range(1, len(spelt))})
@@ -123,7 +123,7 @@ def train_tokenizer(texts: Sequence[str]) -> Any:
     vocabulary = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     for left, right in pairs:
         vocabulary.setdefault(left + right, len(vocabulary))
-    kind: Any = Qwen2Tokenizer  # takes more than its annotations say
+    kind: Any = Qwen2Tokenizer  # it takes more arguments than are annotated
     tokenizer = kind(
         vocab=vocabulary,
         merges=list(pairs),
@@ -140,7 +140,7 @@ def train_tokenizer(texts: Sequence[str]) -> Any:
 
 
 def _characters_and_merges(corpus: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """The characters worth a token of their own, and the merges of characters that are frequent enough."""
+    """Return the frequent characters, which get tokens of their own, and the merges that occur often enough."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
     frequency = max(_MIN_COUNT, int(_MERGE_SHARE * len(corpus)))
@@ -162,7 +162,7 @@ def _characters_and_merges(corpus: Sequence[str]) -> tuple[list[str], list[list[
 
 
 def _bytes_as_text(text: str) -> str:
-    """UTF-8 bytes as the printable characters that byte-level BPE writes for them (a space is Ġ)."""
+    """Return a text's UTF-8 bytes as the printable characters with which byte-level BPE writes them (a space is Ġ)."""
     from tokenizers import pre_tokenizers
 
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -170,7 +170,7 @@ def _bytes_as_text(text: str) -> str:
 
 
 def common_openings(texts: Sequence[str]) -> list[str]:
-    """The openings that at least 4 `texts` and a tenth of all share, longest first, without digits at their end."""
+    """Return openings that at least 4 texts and a tenth of all share, longest first, without digits at their end."""
     from tokenizers import decoders
 
     groups: dict[str, list[str]] = {}

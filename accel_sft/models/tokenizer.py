@@ -1,4 +1,4 @@
-"""Loads what turns rows into a model's input: tokenizer, chat template, image processor, end tokens."""
+"""Loads what turns rows into a model's input: tokenizer, chat template, image processor and end tokens."""
 
 import dataclasses
 import re
@@ -25,11 +25,11 @@ from accel_sft.models.tiny import CHAT_TEMPLATE
 CHATML = "chatml"
 """The value of `--chat-template` that stands for the built-in template."""
 _CONTROL = re.compile(r"<\|[^<>|\s'\"{}]+\|>")
-"""Marks that are surely control tokens, in a template that comes without a tokenizer. Other marks, such as `<think>`,
+"""Matches marks that are certainly control tokens, for templates without a tokenizer. Other marks, such as `<think>`,
 `[INST]` or `<tools>`, are plain text in some models."""
 _TURNS = [{"role": "system", "content": "!"}, {"role": "user", "content": "?"}]
 _IDLE = re.compile(r"^- `(\w+)`: ", re.M)
-"""Finds the names of settings in the error with which transformers refuses to save settings without effect."""
+"""Finds the names of settings in transformers' error about settings without effect, raised on saving."""
 _PENALTIES = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1}
 _PENALTIES |= {"encoder_no_repeat_ngram_size": 0, "min_length": 0}
 _FORCED = """
@@ -37,13 +37,13 @@ _FORCED = """
     forced_eos_token_id exponential_decay_length_penalty guidance_scale watermarking_config max_time stop_strings
 """
 _WITHOUT: dict[str, Any] = {**_PENALTIES, **dict.fromkeys(_FORCED.split())}
-"""Settings that make answers differ from the most likely tokens, each with the value that disables it."""
+"""Generation settings that make answers differ from the most likely tokens, with the values that disable them."""
 
 
 @dataclasses.dataclass
 class GivenTemplate:
-    """The chat template that `--chat-template` names: `chatml`, a Jinja file, or that of a folder or hub id. `give`
-    adds to `new_tokens` the ids for which the model has no trained embeddings, and to `lines` what it did."""
+    """The chat template that `--chat-template` names: `chatml`, a Jinja file, or the template of a folder or hub id.
+    `give` sets `new_tokens` to the ids without trained embeddings, and reports in `lines` what it did."""
 
     name: str
     trust_remote_code: bool
@@ -53,9 +53,9 @@ class GivenTemplate:
     def give(self, tokenizer: Any) -> None:
         """Put the template into a tokenizer.
 
-        Control tokens of the template become special tokens. If the template is another tokenizer's, these are that
-        tokenizer's special tokens; if it is a file, marks like `<|im_end|>` and the mark that ends an answer. The token
-        that ends an answer becomes the tokenizer's eos. The former eos becomes the pad token if there is none.
+        Control tokens of the template become special tokens. In another tokenizer's template, these are the special
+        tokens of that tokenizer; in a file, they are marks like `<|im_end|>` and the mark that ends an answer. The
+        token that ends an answer becomes the tokenizer's eos. The former eos becomes the pad token if there is none.
         """
         tokenizer.chat_template, their_special = self._read()
         if not tokenizer.chat_template.strip():
@@ -71,11 +71,11 @@ class GivenTemplate:
         except UserError as error:
             raise self._unusable(_failure(error)) from error
         if form.drops_answer:
-            raise self._unusable("it writes no answer of an assistant; is it a chat template, in Jinja?")
+            raise self._unusable("it does not write the assistant's answers; is it a chat template in Jinja?")
         if begins and not written.startswith(tokenizer.bos_token):
-            what = f"the base begins a text with {tokenizer.bos_token}, the template does not"
-            self.lines.append(f"warning: --chat-template {self.name}: {what}: put {{{{ bos_token }}}} in front")
-        # a template may assemble a mark from parts, such as '<|' + role + '|>': so what it writes is searched, too
+            problem = f"the base model's texts begin with {tokenizer.bos_token}, but the template's do not"
+            self.lines.append(f"warning: --chat-template {self.name}: {problem}; begin it with {{{{ bos_token }}}}")
+        # a template may assemble a mark from parts, such as '<|' + role + '|>', so its output is searched, too
         searched = f"{tokenizer.chat_template}\n{written}"
         marks = (their_special or _CONTROL).findall(searched)
         if not their_special:
@@ -87,17 +87,17 @@ class GivenTemplate:
             tokenizer.pad_token = tokenizer.eos_token
         tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in new], special_tokens=True)
         self.new_tokens = [tokenizer.convert_tokens_to_ids(mark) for mark in new if mark not in before]
-        ends = f"it ends no answer, so {tokenizer.eos_token} is added there"
+        answer_end = f"{tokenizer.eos_token} is added after answers, as the template has no end token"
         if end := special_tokens(tokenizer).search(form.tail):
             tokenizer.eos_token = end[0]
-            ends = f"answers end with {end[0]}, at which generation stops"
-        marks_now = "the tokenizer has all its control tokens"
+            answer_end = f"answers end with {end[0]}, at which generation stops"
+        control = "the tokenizer has all control tokens of the template"
         if new:
-            marks_now = f"{', '.join(new)}: tokens of the tokenizer from now on; other marks of the template stay text"
-        self.lines.append(f"--chat-template {self.name}: {marks_now}; {ends}")
+            control = f"{', '.join(new)} become special tokens, and the template's other marks stay text"
+        self.lines.append(f"--chat-template {self.name}: {control}; {answer_end}")
 
     def _read(self) -> tuple[str, re.Pattern[str] | None]:
-        """The template's text and, if it is another tokenizer's, a pattern of that tokenizer's special tokens."""
+        """Return the template's text and, if a tokenizer comes with it, a pattern of the tokenizer's special tokens."""
         if self.name == CHATML:
             return CHAT_TEMPLATE, None
         path = expanded(self.name, "--chat-template")
@@ -117,7 +117,7 @@ class GivenTemplate:
             template = template_of(tokenizer, name)
         except UserError as error:
             cause = first_line(error).removeprefix(f"--model {name}: ")
-            raise self._unusable(f"neither {CHATML} nor a file, and as a model: {cause}") from error
+            raise self._unusable(f"this is neither {CHATML} nor a file, nor a model: {cause}") from error
         if isinstance(template, dict):  # several templates, by name
             template = template.get("default")
         if template is None:
@@ -129,7 +129,7 @@ class GivenTemplate:
 
 
 def _failure(error: UserError) -> str:
-    """Why a template fails, and where."""
+    """Return why a template fails and, for a syntax error, in which line."""
     cause = error.__cause__
     if isinstance(cause, jinja2.TemplateSyntaxError):
         return f"line {cause.lineno}: {one_line(cause.message or '', LONGEST_ERROR)}; fix it, or name another"
@@ -140,7 +140,7 @@ def _failure(error: UserError) -> str:
 
 
 def template_of(tokenizer: Any, name: str) -> Any:
-    """A tokenizer's chat template, or the one in chat_template.json, where processors used to keep it; or None."""
+    """Return a tokenizer's chat template or, if it has none, that in chat_template.json (an older place); else None."""
     from transformers.utils import cached_file
 
     if tokenizer.chat_template is not None:
@@ -155,7 +155,7 @@ def template_of(tokenizer: Any, name: str) -> Any:
 def load_tokenizer(
     source: Source, *, trust_remote_code: bool, given: GivenTemplate | None = None, templated: bool = True
 ) -> Any:
-    """The tokenizer, with a pad token and, if `templated`, a chat template (which raw text does not need)."""
+    """Load the tokenizer; ensure that it has a pad token and, if `templated`, a chat template (raw text needs none)."""
     from transformers import AutoTokenizer
 
     with errors_explained(source.tokenizer):
@@ -167,9 +167,9 @@ def load_tokenizer(
         raise UserError(no_template(source.tokenizer))
     if tokenizer.chat_template is not None and not isinstance(tokenizer.chat_template, (str, dict)):
         kind = type(tokenizer.chat_template).__name__
-        raise UserError(f"--model {source.tokenizer}: its chat template is {kind}, expected text; fix the tokenizer")
+        raise UserError(f"--model {source.tokenizer}: its chat template is {kind}, not text; fix the tokenizer")
     if tokenizer.eos_token_id is None:
-        raise UserError(f"--model {source.tokenizer}: its tokenizer names no eos_token to end an answer with")
+        raise UserError(f"--model {source.tokenizer}: its tokenizer has no eos_token, which must end answers")
     if not tokenizer("The answer is 1.", add_special_tokens=False)["input_ids"]:
         raise UserError(f"--model {source.tokenizer}: its tokenizer has no vocabulary; is its tokenizer.json there?")
     if tokenizer.pad_token_id is None:
@@ -178,7 +178,7 @@ def load_tokenizer(
 
 
 def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules:
-    """What, apart from the tokenizer, decides the tokens: end-of-turn ids, maximum length and so on."""
+    """Return what decides an example's tokens apart from the tokenizer: end-of-turn ids, maximum length and so on."""
     from transformers import GenerationConfig
     from transformers.utils import cached_file
 
@@ -189,7 +189,7 @@ def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules
     served = generation or text_settings(source.weights, trust_remote_code=config.trust_remote_code)
     ends = frozenset(answer_ends(tokenizer, generation))
     if wrong := [token for token in ends if type(token) is not int]:
-        raise UserError(f"--model {source.weights}: generation_config.json: eos_token_id {wrong[0]!r} is no number")
+        raise UserError(f"--model {source.weights}: generation_config.json: eos_token_id {wrong[0]!r} is not a number")
     assert config.max_length is not None  # the settings are resolved
     assert config.thinking is not None
     assert config.control_tokens is not None
@@ -205,15 +205,15 @@ def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules
 
 
 def left_out(generation_config: Any) -> dict[str, Any]:
-    """Settings of a model that make answers differ from its most likely tokens, with the values that disable them. With
-    these values, `generate` answers as evaluations do."""
+    """Return those generation settings of a model that make answers differ from its most likely tokens, with the values
+    that disable them. With these values, `generate` answers as evaluations do."""
     given = {name: getattr(generation_config, name, None) for name in _WITHOUT}
     return {name: _WITHOUT[name] for name, value in given.items() if value is not None and value != _WITHOUT[name]}
 
 
 def answer_ends(tokenizer: Any, generation_config: Any) -> set[int]:
-    """Ids that end an answer: `end_of_turn_ids`. If the chat template writes none of these after an answer (or a call),
-    also the special token that it writes there, such as `<|im_end|>` in Qwen's base models."""
+    """Return the ids that end an answer: `end_of_turn_ids`. If the chat template writes none of these after an answer
+    (or a call), add the special token that it writes there, such as `<|im_end|>` in Qwen's base models."""
     ends, rendering = end_of_turn_ids(tokenizer, generation_config), Rendering(tokenizer)
     written, called = rendering.ends(), rendering.call_ends()
     ends = ends if ends.intersection(written) else ends | {*written[:1]}
@@ -221,8 +221,8 @@ def answer_ends(tokenizer: Any, generation_config: Any) -> set[int]:
 
 
 def stop_at_ends(model: Any, tokenizer: Any, log: Callable[[str], None]) -> None:
-    """Have generation stop where answers end, also in exports. Settings without effect, such as a temperature where
-    nothing is drawn, are removed: transformers would refuse to save them."""
+    """Make generation stop where answers end, also in the exported model. Settings without effect, such as a
+    temperature without sampling, are removed, because transformers would refuse to save them."""
     if not model.can_generate():
         return
     settings = model.generation_config
@@ -230,19 +230,19 @@ def stop_at_ends(model: Any, tokenizer: Any, log: Callable[[str], None]) -> None
     if ends - named_ends(settings):
         settings.eos_token_id = [eos, *sorted(ends - {eos})]
     if names := ", ".join(left_out(settings)):
-        log(f"generation_config.json: {names}: evaluations ignore these; disable them too, as in the model card")
+        log(f"generation_config.json sets {names}, which evaluations ignore; the model card shows how to disable them")
     try:
         settings.validate(strict=True)  # as `save_pretrained` does
     except ValueError as error:
         idle = _IDLE.findall(str(error))
         given = ", ".join(f"{name} {getattr(settings, name)}" for name in idle)
-        log(f"generation_config.json: {given}: without effect, so left out of exports")
+        log(f"generation_config.json: {given} has no effect, and is left out of exports")
         for name in idle:
             setattr(settings, name, None)
 
 
 def sentencepiece_file(source: Source) -> list[Path]:
-    """The base's tokenizer.model, if there is one: llama.cpp's converter reads it, and transformers 5 writes none."""
+    """Return [the base's tokenizer.model] or []. llama.cpp's converter reads this file; transformers 5 writes none."""
     from transformers.utils import cached_file
 
     path = cached_file(source.tokenizer, "tokenizer.model", **OR_NONE)
@@ -250,7 +250,7 @@ def sentencepiece_file(source: Source) -> list[Path]:
 
 
 def load_processor(source: Source, *, model: str, trust_remote_code: bool) -> Any:
-    """The processor of a model that reads images; without torchvision, its part for videos is left out."""
+    """Load the processor of a model that reads images; without torchvision, the part for videos is left out."""
     from transformers import AutoConfig, AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
     from transformers.utils import is_torchvision_available, is_vision_available
@@ -265,19 +265,19 @@ def load_processor(source: Source, *, model: str, trust_remote_code: bool) -> An
         except (ImportError, OSError, RuntimeError) as error:  # PyPI's build is for CUDA, and fails without it
             cause = one_line(str(error), LONGEST_ERROR)
             raise UserError(
-                f"torchvision is installed and cannot be loaded ({cause}); uninstall it: images are read without it too"
+                f"torchvision is installed but cannot be loaded ({cause}); uninstall it: images can be read without it"
             ) from error
     with errors_explained(name):
         settings = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         kind: Any = PROCESSOR_MAPPING.get(type(settings), None)
         if kind is None or "image_processor" not in kind.get_attributes():
-            raise UserError(f"--model {shown}: it reads no images, and the data has some; name a vision-language model")
+            raise UserError(f"--model {shown}: it reads no images, but the data has some; name a vision-language model")
         if "video_processor" in kind.get_attributes() and not has_torchvision:
             processor = _without_videos(kind, name, trust_remote_code)
         else:
             processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
     if getattr(processor, "image_token", None) is None or not hasattr(processor, "image_token_ids"):
-        raise UserError(f"--model {name}: {type(processor).__name__} names no image token")
+        raise UserError(f"--model {name}: {type(processor).__name__} has no image token")
     return processor
 
 

@@ -417,7 +417,7 @@ def test_what_cannot_be_used_is_refused_by_row(made, monkeypatch, part, message)
 
 def test_missing_parts_for_reading_images_are_named(made, tmp_path, monkeypatch):
     encode = encoder(make_tiny(tmp_path / "tiny"), Colours())
-    with pytest.raises(UserError, match="it reads no images, and the data has some; name a vision-language model"):
+    with pytest.raises(UserError, match="it reads no images, but the data has some; name a vision-language model"):
         encode(range(20), "train")
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.syspath_prepend(tmp_path)

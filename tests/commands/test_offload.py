@@ -73,8 +73,8 @@ def test_what_cannot_be_offloaded_is_one_line():
     pretrained.refuse_offload(None, ranks=2, quantized=True)
     for where, ranks, quantized, line in (
         ("host", 1, False, "--offload host: there is no GPU here"),
-        ("disk", 2, False, "--offload: one process places the whole model"),
-        ("disk", 1, True, "--offload: weights in 4 bits cannot be offloaded"),
+        ("disk", 2, False, "--offload works in a single process only"),
+        ("disk", 1, True, "--offload: 4-bit weights cannot be offloaded"),
     ):
         with pytest.raises(UserError, match=line):
             pretrained.refuse_offload(where, ranks=ranks, quantized=quantized)

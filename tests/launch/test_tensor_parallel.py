@@ -74,7 +74,7 @@ def test_model_that_cannot_be_cut_is_refused_before_loading(config, ranks, image
     with pytest.raises(UserError, match=re.escape(why)) as raised:
         check_plan("m", config, transformers.AutoModelForCausalLM, ranks, images=images)
     (line,) = raised.value.problems
-    assert line.startswith("--model m: tensor parallelism cannot split it, ")
+    assert line.startswith("--model m: tensor parallelism cannot split this model: ")
     assert line.endswith("train with accelerate_configs/z3.yaml, which shards any model's weights")
 
 
@@ -94,13 +94,13 @@ def test_settings_that_need_whole_matrices_are_refused(option, flag):
 
 
 def test_a_saved_adapter_is_refused():
-    with pytest.raises(UserError, match="--model a: tensor parallelism does not split adapters; merge it first"):
+    with pytest.raises(UserError, match="--model a: tensor parallelism does not split adapters; merge this one"):
         load_model(Source("w", "t", "a"), TrainConfig(), precision="no", deepspeed=False, tensor_ranks=2)
 
 
 def test_a_torch_that_cannot_cut_weights_is_refused(monkeypatch):
     monkeypatch.setattr(pretrained, "LOWEST_TORCH", "99")
-    with pytest.raises(UserError, match=r"tensor parallelism needs torch 99 or newer, and .*z3.yaml"):
+    with pytest.raises(UserError, match=r"tensor parallelism needs torch 99 or newer, but .*z3.yaml"):
         cut_over(2)
 
 

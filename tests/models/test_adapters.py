@@ -213,7 +213,7 @@ def test_what_a_launch_cannot_train_is_refused_with_one_that_can(options, backen
     ("options", "said"),
     [
         ({"lora_modules_to_save": "score"}, "--lora-modules-to-save score: no such module"),
-        ({"lora_modules_to_save": "q_proj", "lora_target_modules": "q_proj"}, "names it too; leave one out"),
+        ({"lora_modules_to_save": "q_proj", "lora_target_modules": "q_proj"}, "names it too; remove it from one"),
         ({"lora_target_parameters": "experts.up"}, "not in this model. Its expert parameters are: none"),
     ],
 )
@@ -274,9 +274,9 @@ def test_plan_counts_4_bit_weights_and_8_bit_states(accelerator, tiny):
 
 def test_without_bitsandbytes_what_needs_it_says_so(accelerator, tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(UserError, match=r"--optimizer adamw-8bit: needs bitsandbytes .*; pip install"):
+    with pytest.raises(UserError, match=r"--optimizer adamw-8bit needs bitsandbytes .*; pip install"):
         Job(accelerator, tiny, optimizer="adamw-8bit")
-    with pytest.raises(UserError, match=r"--load-in-4bit: needs bitsandbytes .*; pip install"):
+    with pytest.raises(UserError, match=r"--load-in-4bit needs bitsandbytes .*; pip install"):
         Job(accelerator, tiny, **LORA, load_in_4bit=True)
 
 

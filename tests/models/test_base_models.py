@@ -50,12 +50,12 @@ def test_chatml_makes_its_marks_tokens_at_which_answers_end(tmp_path):
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
     ids = tokenizer.apply_chat_template(ASKED, tokenize=True, return_dict=True)["input_ids"]
     assert (ids[0], ids.count(size + 1)) == (size, 1)
-    assert "<|im_start|>, <|im_end|>: tokens of the tokenizer from now on" in template.lines[0]
+    assert "<|im_start|>, <|im_end|> become special tokens" in template.lines[0]
     assert tokenizer.eos_token_id in encoding_rules(tokenizer, source, TrainConfig().resolved({})).eos_ids
     tokenizer.save_pretrained(tmp_path / "base")  # as weights that were trained with it are saved
     again, template, _ = given(tmp_path / "base", "chatml")
     assert (template.new_tokens, len(again)) == ([], size + 2)
-    assert "has all its control tokens" in template.lines[0]
+    assert "has all control tokens of the template" in template.lines[0]
 
 
 def test_chatml_begins_with_bos_where_the_base_does(tmp_path):
@@ -67,7 +67,7 @@ def test_chatml_begins_with_bos_where_the_base_does(tmp_path):
     for text, warns in ((OTHER, True), ("{{ bos_token }}" + OTHER, False)):
         (tmp_path / "other.jinja").write_text(text)
         _, template, _ = given(base, tmp_path / "other.jinja")
-        assert any("begins a text with <s>, the template does not" in line for line in template.lines) == warns
+        assert any("texts begin with <s>, but the template's do not" in line for line in template.lines) == warns
 
 
 def test_marks_of_a_given_template_become_tokens(tmp_path):
@@ -86,8 +86,8 @@ def test_marks_of_a_given_template_become_tokens(tmp_path):
         ("\n{% for", "line 2: [^;]*; fix it, or name another$"),
         ("{{ raise_exception('No.') }}", "it fails on a conversation: No\\.; fix it, or name another$"),
         (" \n", "it is empty; name another$"),
-        ("{{ messages[0].content }}", "it writes no answer of an assistant"),
-        (None, "neither chatml nor a file, and as a model: .*cannot be loaded"),
+        ("{{ messages[0].content }}", "it does not write the assistant's answers"),
+        (None, "neither chatml nor a file, nor a model: .*cannot be loaded"),
         ("base", "this model's tokenizer has no chat template"),
     ],
 )
@@ -138,7 +138,7 @@ def test_train_only_must_name_the_embedding_of_new_tokens(tmp_path):
     tokenizer, template, source = given(make_base(tmp_path / "base", tied=False), "chatml")
     model = loaded(source, tokenizer, template, adapter="lora", lora_modules_to_save="embed_tokens,lm_head")
     assert not any("trainable_tokens" in name for name, _ in model.named_parameters())  # they are trained whole
-    with pytest.raises(UserError, match="--train-only mlp: --chat-template adds 2 tokens"):
+    with pytest.raises(UserError, match="--train-only mlp leaves out the embeddings of 2 tokens"):
         loaded(source, tokenizer, template, train_only="mlp")
     model = loaded(source, tokenizer, template, train_only="mlp|embed_tokens")
     assert model.model.embed_tokens.weight.requires_grad

@@ -135,7 +135,7 @@ def test_adapter_of_a_chatml_base_serves_to_the_end(tmp_path, monkeypatch):
 
 def test_settings_that_cannot_be_saved_are_removed_and_named(tmp_path):
     line, model, tokenizer = warning_of(base(tmp_path / "base", **SAMPLED))
-    assert "temperature 0.7, top_p 0.8: without effect" in line
+    assert "temperature 0.7, top_p 0.8 has no effect" in line
     checkpoint.export(Accelerator(cpu=True), model, tokenizer, tmp_path / "out", "")
     settings = GenerationConfig.from_pretrained(tmp_path / "out")
     assert (settings.temperature, settings.eos_token_id[0]) == (None, 0)
@@ -151,7 +151,7 @@ def test_penalties_of_the_base_are_named_and_left_out(tmp_path):
     plain = answer(loaded(folder)[0])
     given = {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "suppress_tokens": plain[0], "min_new_tokens": 12}
     line, model, _ = warning_of(base(folder, **given, bad_words_ids=[[plain[0][0]]], eos_token_id=0))
-    assert line.startswith("generation_config.json: repetition_penalty, no_repeat_ngram_size, min_new_tokens, bad_w")
+    assert line.startswith("generation_config.json sets repetition_penalty, no_repeat_ngram_size, min_new_tokens, bad_")
     assert answer(model) == plain
     arguments = left_out(model.generation_config)
     assert "do_sample=False, repetition_penalty=1.0, no_repeat_ngram_size=0" in card(left_out=arguments)

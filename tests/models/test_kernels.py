@@ -64,7 +64,7 @@ def test_what_cannot_be_is_refused_before_loading(monkeypatch, tmp_path):
     (line,) = TrainConfig(use_liger_kernel=True, compile=True).problems()
     assert line == "--use-liger-kernel and --compile would fuse the same layers: leave one of them out"
     command = ("math", "--train-examples", "8", "--use-liger-kernel", "--output-dir", str(tmp_path / "run"))
-    with pytest.raises(UserError, match="--use-liger-kernel: its kernels need a GPU; leave it out"):
+    with pytest.raises(UserError, match="--use-liger-kernel: Liger's kernels need a GPU; omit the option"):
         CliRunner().invoke(cli, command, catch_exceptions=False)
     monkeypatch.setattr(kernels, "device_count", lambda: 1)
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
@@ -97,7 +97,7 @@ def test_family_without_fitting_kernels_is_refused(model, package):
         use_liger_kernels(trial(model))
     other = copy.deepcopy(model)
     other.config.model_type = "bloom"
-    with pytest.raises(UserError, match="no kernels for models of type bloom; leave it out"):
+    with pytest.raises(UserError, match="no kernels for models of type bloom; omit the option"):
         use_liger_kernels(trial(other))
 
 

@@ -124,7 +124,7 @@ EYES = {"gemma3": "vision_tower, multi_modal_projector", "qwen2_5_vl": "visual"}
 @pytest.mark.parametrize(("family", "adapter"), [("gemma3", "lora"), ("qwen2_5_vl", "none")])
 def test_what_no_text_reaches_is_not_trained(made, family, adapter):
     model = loaded(made(family), lines := [], adapter=adapter)
-    text = "the adapter leaves out" if adapter == "lora" else "not trained, as text does not reach it:"
+    text = "the adapter leaves out" if adapter == "lora" else "not trained, because text does not pass through it:"
     assert f"{text} {EYES[family]}" in lines
     backward(model)
     for name, parameter in model.named_parameters():  # or data parallelism waits for a gradient that never comes
@@ -188,14 +188,14 @@ def test_token_beyond_the_models_vocabulary_is_one_line(made, tmp_path):
     model.save_pretrained(small)
     AutoTokenizer.from_pretrained(folder).save_pretrained(small)
     command = ("math", "--train-examples", "8", "--validation-examples", "2", "--max-steps", "1", "--model", str(small))
-    with pytest.raises(UserError, match="and the model's vocabulary ends at 255; use the model's own tokenizer"):
+    with pytest.raises(UserError, match="but the model's vocabulary ends at 255; use the model's own tokenizer"):
         CliRunner().invoke(cli, (*command, "--output-dir", str(tmp_path / "run")), catch_exceptions=False)
 
 
 NAMED = {
-    "qwen3_5": ({}, "of multimodal weights, only the language model is loaded and exported; merge an ad"),
-    "llama": ({"num_hidden_layers": 3}, "not loaded, as config.json describes no such weights: 9 in its files (model"),
-    "qwen3_moe": ({"output_router_logits": True}, "router_aux_loss_coef 0.001: experts' balance is not trained"),
+    "qwen3_5": ({}, "only the language model of these multimodal weights is loaded and exported; to serve"),
+    "llama": ({"num_hidden_layers": 3}, "not loaded, because config.json does not describe them: 9 weights (model"),
+    "qwen3_moe": ({"output_router_logits": True}, "router_aux_loss_coef 0.001 is ignored: the loss has no term"),
 }
 
 

@@ -64,7 +64,7 @@ def test_unreachable_hub_is_tried_once_before_anything_loads(monkeypatch, caplog
     [
         ([], "base_model_name_or_path is missing"),
         ({"base_model_name_or_path": None}, "base_model_name_or_path is missing"),
-        ({"base_model_name_or_path": "/no/such/gone"}, "its base .*gone is gone; put it back"),
+        ({"base_model_name_or_path": "/no/such/gone"}, "the adapter's base .*gone is gone; restore it"),
     ],
 )
 def test_adapter_without_its_base_says_so(tmp_path, content, said):
@@ -95,8 +95,8 @@ def test_hub_wait_is_announced_and_cached_models_need_none(monkeypatch, capsys, 
     ("implementation", "message"),
     [
         ("nosuch", "--attn-implementation: "),
-        ("flex_attention", "it has no backward on a CPU"),
-        ("kernels-community/flash-attn3", "its kernels need a GPU"),
+        ("flex_attention", "has no backward on a CPU"),
+        ("kernels-community/flash-attn3", "needs a GPU for its kernels"),
     ],
 )
 def test_an_attention_that_cannot_be_used_is_named(tmp_path, monkeypatch, implementation, message):
@@ -122,7 +122,7 @@ def test_pickled_code_in_weights_is_refused_and_never_run(tmp_path):
     (folder / "model.safetensors").unlink()
     evil = type("Evil", (), {"__reduce__": lambda self: (Path.touch, (ran,))})
     torch.save({"weight": evil()}, folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match="hold more than numbers, which could run code; use safetensors") as caught:
+    with pytest.raises(UserError, match="contain Python objects, which can run code; use safetensors") as caught:
         loaded(folder)
     assert "weights_only" not in str(caught.value)
     assert not ran.exists()
@@ -134,7 +134,7 @@ def test_attention_from_hub_code_is_refused_unless_trusted(tmp_path, content):
     known = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**known, **content}))
     with pytest.raises(
-        UserError, match=r"code on the hub computes its attention, o.*; choose --attn-implementation sdpa"
+        UserError, match=r"its attention is computed by code on the hub, o.*; choose --attn-implementation sdpa"
     ):
         loaded(folder)
     assert loaded(folder, attn_implementation="sdpa").config._attn_implementation == "sdpa"
@@ -170,7 +170,7 @@ def test_a_revision_is_loaded_recorded_and_named_in_adapters(kept_by_the_hub, tm
     assert find_source(str(tmp_path / "lora")).weights == source.weights
     with pytest.raises(UserError, match=r"--model org/model: .*cannot be loaded"):
         find_source("org/model", revision="v2")
-    with pytest.raises(UserError, match=r"--revision v1: .*lora is a folder; leave it out"):
+    with pytest.raises(UserError, match=r"--revision v1: .*lora is a folder; omit the option"):
         find_source(str(tmp_path / "lora"), revision="v1")
     (problem,) = TrainConfig(revision="v1").problems()
     assert problem.startswith("--revision works only with a hub id in --model")
