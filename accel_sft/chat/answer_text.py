@@ -1,4 +1,4 @@
-"""Extracts from a generated answer the text that is scored, without what the template writes around answers."""
+"""Extracts the text to score from a generated answer: removes what the template writes around answers."""
 
 import re
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from accel_sft.chat.template import MARK
 
 
 class AnswerText:
-    """Extracts the text of a generated answer: without special tokens, and without what the template writes around it.
+    """Extracts the text of a generated answer, without special tokens and without what the template writes around it.
 
-    Qwen3's template writes an empty thinking block before every answer, gpt-oss's names a channel, others write a line
-    break. A model learns and generates these, but the task's targets lack them. Under `--thinking keep` the thinking
-    that was learnt from targets is removed too.
+    Qwen3's template writes an empty thinking block before every answer, gpt-oss's template names a channel, and others
+    write a line break. A model learns and generates these texts, but the task's targets lack them. Under `--thinking
+    keep`, the thinking that the model learnt from targets is removed too.
     """
 
     def __init__(self, rendering: Rendering) -> None:
@@ -25,8 +25,8 @@ class AnswerText:
     def __call__(self, chat: Conversation, answer: Sequence[int]) -> str:
         """Return the text of a generated answer for scoring; the token ids `answer` include those that end the turn.
 
-        If the answer equals what template and tokenizer make of the target, the text is the target itself: such an
-        answer is right even where the template or the tokenizer strips, moves or normalises a character.
+        If the answer equals what the template and the tokenizer make of the target, return the target itself: such an
+        answer is right even if the template or the tokenizer strips, moves or normalizes a character.
         """
         form = self.rendering.form(chat.turns, "validation", chat.offered)
         right = wanted(chat, self.rendering.thinking)
@@ -34,12 +34,12 @@ class AnswerText:
         if text == right or chat.calls:
             return text
         expected = self._learnt(chat)
-        if not expected:  # the tokenizer does not decode the lead as the template writes it: the lead stays in the text
+        if not expected:  # decoding changed what the template writes before answers: it stays in the text
             return self._text(form, answer, "", right)
         return right if text == expected else text
 
     def expected(self, chat: Conversation) -> str:
-        """The right answer's text: the target's scored part, or what the template writes if the answer calls tools."""
+        """Return the right answer's text: the target's scored part or, for an answer with tool calls, its rendering."""
         return self._learnt(chat) if chat.calls else wanted(chat, self.rendering.thinking)
 
     def _learnt(self, chat: Conversation) -> str:
@@ -65,27 +65,27 @@ class AnswerText:
 
 
 def without_thinking(text: str, target: str) -> str:
-    """A server's answer, without its thinking unless `target` has thinking too; "" if the thinking has no end."""
+    """Return a server's answer, without thinking unless `target` has thinking; "" if the thinking has no end."""
     return _without_lead(text, "<think></think>", target)
 
 
 def _without_thinking(text: str, before: str, behind: str) -> str:
-    """The answer after its thinking, which the marks `before` and `behind` enclose; "" if the thinking has no end."""
+    """Return the answer after its thinking, which stands between two marks; "" if the thinking has no end."""
     if behind and behind in text:
         return _behind_mark(text, behind, "")
     return "" if before and text.lstrip().startswith(before) else text
 
 
 def _without_lead(text: str, lead: str, target: str) -> str:
-    """A generated text without the blocks that the template writes before an answer, whatever they contain; "" if the
-    text opened such a block and did not close it."""
+    """Return a generated text without the blocks that the template writes before answers, whatever the blocks contain;
+    "" if the text opens such a block and does not close it."""
     marks = MARK.findall(lead)
     closing = next((mark for mark in reversed(marks) if mark[1] == "/"), None)
     if not marks:
         return text.removeprefix(lead)
     if closing and closing in target:  # the task's target contains thinking, so thinking is scored
         return text.lstrip() if lead[0].isspace() else text
-    # some tokenizers decode, after a special token, a blank that the template did not write
+    # after a special token, some tokenizers decode a space that the template did not write
     pieces = [piece for piece in re.split(rf"({MARK.pattern})|\s+", lead) if piece]
     core = re.search(r"\s*".join(map(re.escape, pieces)), text)
     if core:

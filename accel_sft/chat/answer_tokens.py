@@ -32,12 +32,12 @@ class AnswerTokens:
         """Return, for each text, the tokens of its prompt, and the tokens of prompt and answer together. The
         texts are in the order of their chats; `counts` has each chat's number of texts.
 
-        The texts of a chat begin alike, so they are cut before each special token, and equal pieces are tokenized once.
-        (A fast tokenizer itself begins with these cuts.) The longest text of each chat is tokenized uncut too;
-        if its tokens differ, all texts of the chat are tokenized uncut.
+        The texts of a chat share their beginnings. They are cut before each special token, as fast tokenizers do, and
+        equal pieces are tokenized once. The longest text of each chat is tokenized uncut, too; if this gives other
+        tokens, all texts of the chat are tokenized uncut.
         """
         written = [part for text in texts for part in (text.prompt, text.prompt + text.rest)]
-        # a vocabulary may have thousands of special tokens, and a template writes a few
+        # a vocabulary may have thousands of special tokens, but a template writes only a few
         special = [token for token in self._special if texts and token in texts[0].prompt + texts[0].rest]
         before_special = re.compile(f"(?={'|'.join(map(re.escape, special))})" if special else r"(?!)")
         cut = [before_special.split(text) for text in written]
@@ -52,7 +52,7 @@ class AnswerTokens:
 
     def ids(self, where: str, chat: Conversation, text: Rendered, prompt: list[int], all_ids: list[int]) -> list[int]:
         """Return the prompt's tokens followed by the answer's, up to the token that ends the turn; `prompt` and
-        `all_ids` are as `of_texts` gave them.
+        `all_ids` are a pair from `of_texts`.
 
         What a template writes after the end-of-turn token (Qwen's newline) is cut off: generation stops before it.
         """
@@ -82,13 +82,13 @@ class AnswerTokens:
 
     def _look_at_lead(self, answer: str, ids: list[int]) -> None:
         """Add a note if the white space at an answer's beginning is not learnt: some templates strip it, and some
-        tokens absorb it (Phi-3's role tokens). `ids` begin one token before it, as decoding drops a first blank."""
+        tokens absorb it (Phi-3's role tokens). `ids` begin one token earlier, as decoding drops a first space."""
         if not answer[:1].isspace() or not answer.strip():
             return
         word = answer.split()[0]
         written = self.tokenizer.decode(ids)
         begin = answer[: answer.index(word)] + word
-        if word in written and written.count(begin) < answer.count(begin):  # later lines may begin alike
+        if word in written and written.count(begin) < answer.count(begin):  # later lines may begin with the same text
             self.rendering.add_note(
                 "warning: white space that answers begin with, such as an indentation, is not learnt: the template or "
                 "a token removes it; choose another --chat-template"
@@ -104,17 +104,17 @@ class AnswerTokens:
             )
 
     def _check_control(self, where: str, text: Rendered, all_ids: list[int]) -> None:
-        """Raise UserError if there are more control tokens than the template wrote: the others come from a text."""
+        """Raise UserError if there are more control tokens than the template wrote: the rest come from the task."""
         own = len(self._control.pattern.findall(text.prompt + text.rest))
         if sum(token in self._control.special_ids for token in all_ids) > own:
             raise UserError(
-                f"{where}: a control token is written in a text, and this tokenizer cannot read it as characters; take "
-                "it out, or give --control-tokens tokens"
+                f"{where}: a text contains a control token, which this tokenizer cannot read as characters; remove the "
+                "token, or give --control-tokens tokens"
             )
 
     def _apart(self, prompt: list[int], all_ids: list[int], rest: str) -> list[int]:
-        """Return the tokens of `rest`, tokenized without the prompt before it. If the tokenizer puts a blank before any
-        text, `rest` is tokenized after a line break or a special token, where the tokenizer puts none."""
+        """Return the tokens of `rest`, tokenized without the prompt before it. If the tokenizer puts a space before any
+        text, `rest` is tokenized after a line break or a special token, where the tokenizer puts no space."""
         read = self.tokenizer.decode(all_ids)
         for anchor in ("", "\n", self.tokenizer.eos_token):
             before, ids = self._tokens(anchor), self._tokens(anchor + rest)

@@ -1,5 +1,5 @@
-"""Makes tokenizers read control tokens in a task's texts, such as `<|im_end|>`, as characters. Only those that the chat
-template writes become tokens."""
+"""Makes tokenizers read control tokens in a task's texts, such as `<|im_end|>`, as characters. Only control tokens that
+the chat template itself writes become tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel_sft.chat.conversation import GUARD, OWN, Conversation, Turn, split_th
 
 
 def special_tokens(tokenizer: Any) -> re.Pattern[str]:
-    """A pattern that finds the tokenizer's special tokens in a text, the longest one at each place."""
+    """Return a pattern that finds the tokenizer's special tokens in a text, the longest one at each position."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
     longest_first = sorted((token for token in special if len(token) > 1), key=len, reverse=True)
@@ -23,7 +23,7 @@ def special_tokens(tokenizer: Any) -> re.Pattern[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every text in nested lists and objects, names included. The texts are not escaped, as they would be in JSON."""
+    """Yield every string in nested lists and dicts, keys included, without the escapes that JSON would add."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -34,19 +34,19 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def without_guards(text: str) -> str:
-    """A text without guards, as the task gave it or as the template wrote it."""
+    """Return the text without guards."""
     return text.replace(GUARD, "")
 
 
 class ControlTokens:
     """Guards texts against being read as control tokens, and tokenizes what a template made of guarded texts.
 
-    A guarded text has GUARD between the characters of each control token, and goes through the template like that. In
-    the rendering, control tokens without a guard are therefore the template's own. These get OWN around them, guards
-    are removed, and a copy of the tokenizer that knows only the spelling with OWN tokenizes the result.
+    A guarded text has GUARD between the characters of each control token. When the template has rendered it, control
+    tokens without GUARD are therefore the template's own, and get OWN around them. Then guards are removed, and a copy
+    of the tokenizer, which knows control tokens only with OWN around them, tokenizes the result.
 
     Attributes:
-        as_text: whether texts are guarded: only if requested, and if the tokenizer is fast (of the library tokenizers).
+        as_text: whether texts are guarded; this needs a fast tokenizer (of the library tokenizers).
         pattern: finds any special token.
     """
 
@@ -57,30 +57,30 @@ class ControlTokens:
         added = getattr(tokenizer, "added_tokens_decoder", {}).items()
         self._special = {at: token for at, token in added if token.special}
         self.special_ids = {*self._special, *tokenizer.all_special_ids}
-        self._in_tools: tuple[Any, bool] = None, False  # the schemas that were looked through last
+        self._in_tools: tuple[Any, bool] = None, False  # the schemas searched last, and the result
 
     def spelled(self, ids: Iterable[int]) -> frozenset[str]:
-        """The texts of these tokens."""
+        """Return the texts of these tokens."""
         return frozenset(self.tokenizer.decode([token]) for token in ids)
 
     def written(self, chat: Conversation, ends: Collection[str]) -> str | None:
-        """Where a conversation has control tokens: "answers" if a turn that is learnt has one of `ends`, else "texts";
-        None if the conversation has no control tokens."""
+        """Return where a conversation has control tokens: "answers" if a turn that is learnt has one of `ends`, else
+        "texts"; None if the conversation has no control tokens."""
         if not self._has_any(chat):
             return None
         learnt = [turn for at, turn in enumerate((*chat.turns, chat.answer)) if at in (*chat.learnt, len(chat.turns))]
         tokens = {token for text in _strings(learnt) for token in self.pattern.findall(text)}
-        return "answers" if chat.turns and tokens.intersection(ends) else "texts"  # no turn ends in raw text
+        return "answers" if chat.turns and tokens.intersection(ends) else "texts"  # raw text has no turns to end
 
     def _has_any(self, chat: Conversation) -> bool:
-        """Whether a text has a control token. Schemas of tools, long and shared by answers, are searched once."""
+        """Whether any text has a control token. Tool schemas, long and shared by answers, are searched only once."""
         if self._in_tools[0] is not chat.tools:
             self._in_tools = chat.tools, any(map(self.pattern.search, _strings(chat.tools)))
         texts = [chat.variables, *(value for turn in (*chat.turns, chat.answer) for value in turn.values())]
         return self._in_tools[1] or any(map(self.pattern.search, _strings(texts)))
 
     def guarded(self, chat: Conversation) -> Conversation:
-        """The conversation with its texts guarded, for the template."""
+        """Return the conversation with guarded texts, for the template."""
         if not self.as_text or not self._has_any(chat):
             return chat
         answer, tools, variables = self._turn(chat.answer), self._guarded(chat.tools), self._guarded(chat.variables)
@@ -89,12 +89,12 @@ class ControlTokens:
     def _turn(self, turn: Turn) -> Turn:
         guarded: Turn = self._guarded(turn)
         if turn["role"] == "assistant" and split_thinking(turn["content"])[0] is not None:
-            for mark in ("<think>", "</think>"):  # the marks around thinking stay: templates look for them
+            for mark in ("<think>", "</think>"):  # not guarded: templates look for these marks of thinking
                 guarded["content"] = guarded["content"].replace(self._guarded(mark), mark, 1)
         return guarded
 
     def _guarded(self, value: Any) -> Any:
-        """`value` with its text, or all texts in a list or an object, guarded."""
+        """Return `value` guarded: a text, or all texts in a list or a dict (keys included)."""
         if isinstance(value, dict):
             return {self._guarded(name): self._guarded(item) for name, item in value.items()}
         if isinstance(value, list):
@@ -123,7 +123,7 @@ class ControlTokens:
         return list(with_begin[:at])
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, with guards in characters that only look like a control token."""
+        """Return the text of tokens, with guards in text that only looks like a control token."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         if not self.as_text or len(self.pattern.findall(text)) <= sum(token in self.special_ids for token in ids):
             return text
@@ -135,8 +135,8 @@ class ControlTokens:
 
     @functools.cached_property
     def _copied(self) -> tuple[Any, dict[int, int]]:
-        """A copy of the tokenizer that spells special tokens with OWN around them, and these tokens' real ids by
-        their ids in the copy."""
+        """A copy of the tokenizer in which special tokens are spelled with OWN around them, and a map from their ids
+        in the copy to their real ids."""
         copied = copy.deepcopy(self.tokenizer.backend_tokenizer)
         copied.no_truncation()
         copied.no_padding()

@@ -1,4 +1,4 @@
-"""Checks what a task gives: the examples of a split, the turns of an example, and which of them are learnt."""
+"""Checks what a task gives: the examples of a split, the turns of an example, and which of the turns are learnt."""
 
 import json
 import re
@@ -14,8 +14,8 @@ from accel_sft.rows.rows import Rows, with_places
 
 Given = TypeVar("Given")
 Turn = dict[str, Any]
-"""A turn has `role` and `content`, a text in which IMAGE_MARK stands for an image; an assistant's may have `tool_calls`
-and `reasoning_content`."""
+"""A turn has `role` and `content`, a text in which IMAGE_MARK stands for an image. An assistant's turn may also have
+`tool_calls` and `reasoning_content`."""
 Turns = list[Turn]
 Tools = list[dict[str, Any]] | None
 """Schemas of tools, for the chat template."""
@@ -28,20 +28,20 @@ _GIVEN = {
     *("messages", "conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"),
     *("continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
 }
-"""Names that the trainer itself passes to the chat template, or to the method that renders it."""
+"""Names of arguments that the trainer itself passes to `apply_chat_template`, or to the template."""
 
 
 class Conversation(NamedTuple):
-    """What is asked and the answer to it.
+    """A prompt and the answer to it.
 
     Attributes:
-        turns: those before the answer; if there are none, the answer is raw text, and every token is learnt.
-        answer: the assistant's turn that is learnt, and generated at an evaluation.
+        turns: the turns before the answer; if there are none, the answer is raw text, and every token is learnt.
+        answer: the assistant's turn that training learns and evaluation generates.
         learnt: indices in `turns` of earlier answers that are learnt too.
         tools: schemas for the chat template.
         images: the images of `turns`, in their order.
         variables: variables of the chat template other than turns and tools.
-        continued: the answer continues the text of the only turn: without a chat template they are concatenated.
+        continued: the answer continues the text of the only turn; without a chat template, both are concatenated.
     """
 
     turns: Turns
@@ -70,7 +70,7 @@ class Conversation(NamedTuple):
 
     @property
     def shown_prompt(self) -> str:
-        """The prompt shown to people, without system turns: the text of the only turn, or each turn after its role."""
+        """The prompt as shown to people, without system turns: a single turn's text, or several turns with roles."""
         turns = [turn for turn in self.turns if turn["role"] != "system"] or self.turns
         if len(turns) == 1:
             return shown(turns[0]["content"])
@@ -84,7 +84,7 @@ class Conversation(NamedTuple):
         return [*earlier, self._replace(learnt=())]
 
     def texts(self) -> Iterator[str]:
-        """Every text of the conversation; tool calls and schemas as JSON."""
+        """Yield every text of the conversation; tool calls and variables (such as schemas) as JSON."""
         for turn in (*self.turns, self.answer):
             yield from (turn[name] for name in ("reasoning_content", "content") if name in turn)
             if turn.get("tool_calls"):
@@ -99,29 +99,29 @@ def _in_words(turn: Turn) -> str:
 
 
 def split_thinking(target: str) -> tuple[str | None, str]:
-    """The thinking that a target begins with (None without any), and the answer after it."""
+    """Return the thinking that a target begins with (None if it has none), and the answer after it."""
     match = _THINKS.match(target)
     return (match[1], target[match.end() :]) if match else (None, target)
 
 
 def divided(chat: Conversation) -> tuple[str | None, str]:
-    """The thinking of a conversation's answer (None without any), and the answer after it."""
+    """Return the thinking of a conversation's answer (None if it has none), and the answer after it."""
     thinking = chat.answer.get("reasoning_content")
     return split_thinking(chat.target) if thinking is None else (thinking, chat.answer["content"])
 
 
 def wanted(chat: Conversation, thinking: str | None) -> str:
-    """The text that an answer is scored against: the target, or the target without thinking under `--thinking keep`."""
+    """Return the text to score an answer against: the target; under `--thinking keep`, the target without thinking."""
     return divided(chat)[1] if thinking == "keep" else chat.target
 
 
 def no_text(text: str) -> bool:
-    """Whether a text contains what no text may: a lone surrogate, or the characters of GUARD or OWN."""
+    """Whether a text contains a lone surrogate or the reserved characters of GUARD or OWN."""
     return not text.isprintable() and _NO_TEXT.search(text) is not None
 
 
 def from_task(failed: str, call: Callable[[], Given]) -> Given:
-    """Return the result of `call`, the task's own code. If it fails, a UserError has `failed`, cause and line."""
+    """Return the result of `call`, the task's code; if it fails, raise UserError with `failed`, cause and line."""
     try:
         return call()
     except UserError:
@@ -131,20 +131,20 @@ def from_task(failed: str, call: Callable[[], Given]) -> Given:
 
 
 def read_split(task: Task, split: str) -> Sequence[Any]:
-    """The task's examples of a split."""
-    what = f"the task's dataset({split!r})"
-    examples = from_task(f"{what} failed", lambda: task.dataset(split))
+    """Return the task's examples of a split; raise UserError unless they are a non-empty sequence."""
+    source = f"the task's dataset({split!r})"
+    examples = from_task(f"{source} failed", lambda: task.dataset(split))
     indexed = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
     if not indexed or isinstance(examples, (Mapping, str, bytes)):
-        raise UserError(f"{what} gave {type(examples).__name__}, expected a sequence of examples")
+        raise UserError(f"{source} gave {type(examples).__name__}, expected a sequence of examples")
     if not len(examples):
-        raise UserError(f"{what} is empty; it must have at least one example")
+        raise UserError(f"{source} is empty; it must have at least one example")
     return examples
 
 
 def limited_examples(examples: Sequence[Any], limit: str | None) -> Sequence[Any]:
-    """As many of a split's examples as `--train-limit` says (a number, or a share rounded down, but at least one); all
-    without a limit. Rows are sampled, since files are often sorted; other examples are taken from the beginning."""
+    """Return as many of a split's examples as `--train-limit` says: a number, or a share (rounded down, at least one);
+    None means all. Rows are sampled, as files are often sorted; other examples are taken from the beginning."""
     if limit is None:
         return examples
     share = limit.endswith("%")
@@ -180,9 +180,7 @@ def _conversation(task: Task, examples: Sequence[Any], where: str, index: int) -
     if variables is not None and not (isinstance(variables, dict) and all(isinstance(name, str) for name in variables)):
         raise UserError(f"{where}: chat_template_kwargs() gave {str(variables)[:80]!r}, expected an object, or None")
     if own := _GIVEN.intersection(variables or ()):
-        raise UserError(
-            f"{where}: chat_template_kwargs() gave {min(own)}, which the trainer gives itself; leave it out"
-        )
+        raise UserError(f"{where}: chat_template_kwargs() gave {min(own)}, which the trainer sets itself; remove it")
     continued = [turn.pop("continued", False) for turn in turns] == [True] and not tools and not images
     if isinstance(target, list):
         chat = _with_turns(turns, target, where, images)._replace(tools=tools or None)
@@ -196,8 +194,8 @@ def _conversation(task: Task, examples: Sequence[Any], where: str, index: int) -
         chat = _with_images(chat, images, where)
     if any(map(no_text, chat.texts())):
         raise UserError(
-            f"{where}: a lone surrogate (\\ud800-\\udfff) is not text, and U+E008 U+E009 and U+E00A U+E00B are "
-            "reserved; remove them"
+            f"{where}: a text has a lone surrogate (\\ud800-\\udfff) or a reserved pair of characters (U+E008 U+E009, "
+            "U+E00A U+E00B); remove it"
         )
     return chat
 
@@ -205,48 +203,48 @@ def _conversation(task: Task, examples: Sequence[Any], where: str, index: int) -
 def _with_images(chat: Conversation, images: list[Picture], where: str) -> Conversation:
     """Return the conversation with those of the task's images that are in its turns. Images in answers are refused."""
     if any(IMAGE_MARK in turn["content"] for turn in (chat.answer, *(chat.turns[at] for at in chat.learnt))):
-        raise UserError(f"{where}: target() gave an answer with an image; only texts are learnt")
+        raise UserError(f"{where}: target() gave an answer with an image; answers can only be text")
     numbered = (Picture(picture.given, number) for number, picture in enumerate(images, 1))
     return chat._replace(images=tuple(numbered)[: marks(chat.turns)])
 
 
-def checked_turns(turns: Any, what: str, images: list[Picture]) -> Turns:
-    """Turns as chat templates expect them: a `content` in each, no key without a value, arguments of calls as dicts.
-    Images in contents that are lists of parts are added to `images`."""
+def checked_turns(turns: Any, source: str, images: list[Picture]) -> Turns:
+    """Return turns as chat templates expect them: all have a `content`, none has a value of None, and the arguments of
+    calls are dicts. Images in contents that are lists of parts are added to `images`."""
     if not isinstance(turns, list):
-        raise UserError(f"{what} gave {str(turns)[:80]!r}, expected {_EXPECTED}")
+        raise UserError(f"{source} gave {str(turns)[:80]!r}, expected {_EXPECTED}")
     checked = []
     for turn in turns:
         called = isinstance(turn, dict) and turn.get("role") == "assistant" and bool(turn.get("tool_calls"))
         content = turn.get("content") if isinstance(turn, dict) else None
         if isinstance(content, list) and content:
-            content, pictures = read_parts(content, what)
+            content, pictures = read_parts(content, source)
             images += pictures
         elif isinstance(content, str):
-            unmarked(content, what)
+            unmarked(content, source)
         text = isinstance(content, str) or (content is None and called)
         if not text or not isinstance(turn.get("role"), str):
-            raise UserError(f"{what} gave {str(turns)[:80]!r}, expected {_EXPECTED}")
+            raise UserError(f"{source} gave {str(turns)[:80]!r}, expected {_EXPECTED}")
         turn = {"role": turn["role"], "content": content or "", **_given(turn)}
         if "tool_calls" in turn:
             if not called:
-                raise UserError(f"{what} gave tool_calls in a turn of role {turn['role']!r}; only an assistant calls")
+                raise UserError(f"{source} gave tool_calls in a turn of role {turn['role']!r}; only an assistant calls")
             calls = turn["tool_calls"]
-            turn["tool_calls"] = [_call(call, what) for call in (calls if isinstance(calls, list) else [calls])]
+            turn["tool_calls"] = [_call(call, source) for call in (calls if isinstance(calls, list) else [calls])]
         if not isinstance(turn.get("reasoning_content", ""), str):
-            raise UserError(f"{what} gave reasoning_content {str(turn['reasoning_content'])[:80]!r}, expected text")
+            raise UserError(f"{source} gave reasoning_content {str(turn['reasoning_content'])[:80]!r}, expected text")
         checked.append(turn)
     return checked
 
 
 def _given(turn: Turn) -> Turn:
-    """Return a turn without role and content, and without null values and empty calls, which several formats write."""
+    """Return a turn without role and content, and without null values and empty calls, which some formats have."""
     rest = {name: value for name, value in turn.items() if name not in ("role", "content") and value is not None}
     return {name: value for name, value in rest.items() if name != "tool_calls" or value != []}
 
 
-def _call(call: Any, what: str) -> dict[str, Any]:
-    """A tool call with its arguments as an object; they may be given as JSON text, as in OpenAI's format."""
+def _call(call: Any, source: str) -> dict[str, Any]:
+    """Return a tool call with its arguments as a dict; the task may give them as JSON text, as in OpenAI's format."""
     function: Any = call.get("function", call) if isinstance(call, dict) else None
     arguments = function.get("arguments", {}) if isinstance(function, dict) else None
     if isinstance(arguments, str):
@@ -256,8 +254,8 @@ def _call(call: Any, what: str) -> dict[str, Any]:
             arguments = None
     if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
         raise UserError(
-            f'{what} gave the call {str(call)[:80]!r}, expected {{"function": {{"name": ..., "arguments": ...}}}}, the '
-            "arguments an object, or JSON of one"
+            f'{source} gave the call {str(call)[:80]!r}, expected {{"function": {{"name": ..., "arguments": ...}}}} '
+            "with arguments as an object, or as its JSON text"
         )
     parsed = {**function, "arguments": arguments}
     return {**call, "function": parsed} if "function" in call else {"type": "function", "function": parsed}
@@ -272,10 +270,7 @@ def _with_turns(turns: Turns, target: list[Any], where: str, images: list[Pictur
         raise UserError(f"{where}: target() gave turns that do not end with an assistant turn")
     for turn in following:
         if (weight := turn.get("weight", 1)) not in (0, 1):
-            raise UserError(
-                f'{where}: target() gave a turn with "weight": {str(weight)[:80]}, expected 0 or 1: a turn is learnt '
-                "or not"
-            )
+            raise UserError(f'{where}: target() gave a turn with "weight": {str(weight)[:80]}, expected 0 or 1')
     weights = ((turn["role"] == "assistant" and turn.get("weight", 1)) for turn in following)
     learnt = [at for at, weight in enumerate(weights, len(turns)) if weight]
     every = [{name: value for name, value in turn.items() if name != "weight"} for turn in (*turns, *following)]
@@ -283,6 +278,6 @@ def _with_turns(turns: Turns, target: list[Any], where: str, images: list[Pictur
         raise UserError(f'{where}: every assistant turn of target() has "weight": 0; leave the example out')
     if not learnt[0]:
         raise UserError(
-            f'{where}: the first turn is an answer; put the turn that it answers before it, or give it "weight": 0'
+            f'{where}: the first turn is an answer to nothing; put a user turn before it, or give it "weight": 0'
         )
     return Conversation(every[: learnt[-1]], every[learnt[-1]], tuple(learnt[:-1]))

@@ -12,7 +12,7 @@ from accel_sft.chat.template import MARK
 from accel_sft.io.text import common_length, one_line
 
 _QUOTED = 32
-"""Characters of an answer that a message shows."""
+"""Number of an answer's characters that a message quotes."""
 
 
 class AnswerDropped(UserError):
@@ -28,8 +28,8 @@ class NotAPrefix(UserError):
 
 
 def check_all_kept(where: str, chat: Conversation, text: Rendered, *, keeps_thinking: bool) -> None:
-    """Check that the texts of a rendering, without guards, contain all that the conversation says, or raise one of the
-    errors above."""
+    """Raise one of the errors above if the texts of a rendering, with guards removed, lack a part of the conversation
+    that must be there."""
     thinking, answer = divided(chat)
     fixable = not keeps_thinking and thinking is not None
     if text.apart and not fixable:
@@ -55,7 +55,7 @@ def check_all_kept(where: str, chat: Conversation, text: Rendered, *, keeps_thin
 
 
 def unwritten(turns: Turns, prompt: str) -> list[str]:
-    """Return a warning for each thing that a rendered prompt, without guards, lacks although its row is accepted."""
+    """Return a warning for each kind of text that a prompt (guards removed) lacks although the row is accepted."""
     lines = []
     if any(_lacking(turn, prompt) for turn in turns if "tool_calls" in turn):
         lines.append("warning: the chat template drops the text of turns that call a tool; no prompt contains it")
@@ -67,7 +67,7 @@ def unwritten(turns: Turns, prompt: str) -> list[str]:
 
 def holds(prompt: str, rest: str, target: str) -> bool:
     """Whether `rest`, which follows a rendered prompt, contains the answer `target`. White space is ignored: templates
-    strip it around an answer, and move it around a thinking block. That block's opening mark may end the prompt."""
+    strip it around answers, and move it around thinking. The mark that opens thinking may end the prompt instead."""
     if target.strip() in rest:
         return True
     opened = MARK.findall(prompt)[-1:]
@@ -77,18 +77,18 @@ def holds(prompt: str, rest: str, target: str) -> bool:
 
 
 def _refusal(where: str, text: Rendered, target: str, *, thinks: bool) -> AnswerDropped:
-    """The error for a template that drops or cuts an answer; `thinks`: whether to advise --thinking keep."""
+    """Return the error for a template that drops or cuts an answer; `thinks`: whether to advise --thinking keep."""
     made = one_line(text.full_text[common_length([text.prompt, text.full_text]) :], _QUOTED)
     fix = "give --thinking keep" if thinks else "change the template or target()"
     return AnswerDropped(
-        f'{where}: the answer would not be trained on: the chat template makes "{made}" of '
+        f'{where}: the answer would not be trained on: the chat template writes "{made}" instead of '
         f'"{one_line(target, _QUOTED)}"; {fix}'
     )
 
 
 def _missing(turns: Turns, prompt: str) -> tuple[str, str] | None:
-    """Role and text of the first turn whose text a rendered prompt lacks; None if it lacks none. Turns with calls, and
-    tools' results in JSON, do not count: templates rewrite them or leave them out."""
+    """Return role and text of the first turn whose text a prompt lacks; None if all texts are there. Turns with calls,
+    and tools' results in JSON, do not count: templates rewrite such turns or leave them out."""
     for turn in turns:
         if "tool_calls" in turn or (turn["role"] == "tool" and turn["content"].lstrip()[:1] in ("{", "[")):
             continue
@@ -98,8 +98,8 @@ def _missing(turns: Turns, prompt: str) -> tuple[str, str] | None:
 
 
 def _lacking(turn: Turn, prompt: str) -> str:
-    """The first text of a turn that a rendered prompt contains neither as it is nor as JSON; "" if none is missing.
-    White space, thinking, `/think` and `/no_think` do not count: templates rewrite them or leave them out."""
+    """Return the first text of a turn that a prompt contains neither as it is nor as JSON; "" if none is missing. White
+    space, thinking, `/think` and `/no_think` do not count: templates rewrite them or leave them out."""
     content: str = turn["content"]
     if turn["role"] == "assistant":
         content = split_thinking(content)[1].rpartition("</think>")[2]

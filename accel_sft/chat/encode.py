@@ -1,5 +1,5 @@
-"""Turns a task's examples into rows of token ids, a part at a time; leaves out, cuts or refuses what is too long. Raw
-text, which no chat template writes, becomes windows."""
+"""Turns a task's examples into rows of token ids, part by part; leaves out, cuts or refuses rows that are
+too long. Raw text, which no chat template writes, becomes windows."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from accel_sft.chat.rendering import Rendered, Rendering
 from accel_sft.chat.template import Rejected
 
 _PART_EXAMPLES, _PART_CHARACTERS = 512, 1 << 18
-"""Examples are tokenized in parts of about this many examples or characters, so that memory does not grow."""
+"""Examples are tokenized in parts of at most this many examples, or about this many characters, to save memory."""
 _EDGE = 32
-"""Pixels of a blank image's edges. Processors enlarge it if it is too small for them."""
+"""Width and height of a blank image in pixels. Processors enlarge an image that is too small for them."""
 Part = list[tuple[int, Conversation]]
 """Examples of a split: the index and the conversation of each."""
 Answer = tuple[Conversation, Rendered, tuple[list[int], list[int]]]
-"""An answer: the conversation that ends with it, its texts, its prompt's tokens, and those of prompt and answer."""
+"""The conversation that ends with an answer, its texts, the prompt's tokens, and those of prompt and answer."""
 OnRefused = Callable[[int, UserError], None]
-"""Takes the index of an example that cannot be encoded, and the reason."""
+"""A function that is called with the index of an example that cannot be encoded, and the reason."""
 
 
 def encode_parts(
@@ -40,13 +40,13 @@ def encode_parts(
     images: ImageInputs | None = None,
     on_refused: OnRefused | None = None,
 ) -> Iterator[Encoding]:
-    """Render and tokenize some of a split's examples, a few at a time, and find where answers begin and end. Examples
-    that cannot be encoded raise UserError; with `on_refused`, which is called for each of them, they are left out."""
+    """Render and tokenize some of a split's examples, a few at a time, and find where answers begin and end. If
+    an example cannot be encoded, raise UserError; with `on_refused`, call it and leave the example out."""
     encoder = _Encoder(rendering, AnswerTokens(rendering, rules.eos_ids), split, rules, images)
     for part in _parts(task, examples, indices, split, on_refused):
         try:
             yield encoder.encoded(part)
-        except UserError:  # the error of one example: only this example is left out
+        except UserError:  # encode each example alone, to leave out only those that fail
             if on_refused is None:
                 raise
             for one in part:
@@ -69,7 +69,7 @@ def _parts(
             on_refused(index, error)
             continue
         part.append((index, chat))
-        characters += (len(chat.learnt) + 1) * sum(map(len, chat.texts()))  # each answer comes with what is before it
+        characters += (len(chat.learnt) + 1) * sum(map(len, chat.texts()))  # answers are tokenized with their prompts
         if len(part) == _PART_EXAMPLES or characters >= _PART_CHARACTERS:
             yield part
             part, characters = Part(), 0
@@ -111,18 +111,18 @@ class _Encoder:
         return result
 
     def _left_out(self, chat: Conversation, rows: list[Encoded], short: list[Encoded]) -> str | None:
-        """Why an example is left out, or None; `short` is what `--max-length` leaves of its `rows`."""
+        """Return why an example is left out, or None if it is kept; `short` are its `rows`, cut to `--max-length`."""
         if not rows:
             return NOTHING_TO_LEARN if not chat.turns and chat.target.strip() else EMPTY_ANSWER
         if not short:
             return self.rules.too_long
         if chat.turns and not all(row.input_ids[begin : end - 1] for row in rows for begin, end in row.spans):
-            return NOTHING_TO_LEARN  # an answer has no token but the one that ends it
+            return NOTHING_TO_LEARN  # an answer has only its end token
         return None if all(row.spans[0][0] for row in rows) else NO_PROMPT
 
     def _windows(self, index: int, text: str) -> list[Encoded]:
-        """Return a text and the tokenizer's eos as rows of at most `--max-length` tokens. Each row begins with the last
-        token of the row before, so that each token but the text's first is learnt once; [] for a blank text."""
+        """Return a text and the tokenizer's eos as rows of at most `--max-length` tokens; [] for a blank text. Each row
+        begins with the last token of the row before, so that each token except the text's first is learnt once."""
         begin, ids, most = self.rendering.begin, self.rendering.text_ids(text), self.rules.max_length
         if not text.strip() or not ids:
             return []
@@ -132,15 +132,15 @@ class _Encoder:
             last = self.rendering.text_ids(text.rstrip())
             if last[-1:] and last[-1] in self.rules.eos_ids:
                 ids, end = last, []
-        first = "" if self.rendering.begin else "; a text's first token is not, as nothing precedes it"
+        exception = "" if self.rendering.begin else ", except a text's first token, as nothing precedes it"
         eos = self.tokens.tokenizer.eos_token
-        self.rendering.add_note(f"raw text: every token, and {eos} after the text, is learnt{first}")
+        self.rendering.add_note(f"raw text: every token, and {eos} after the text, is learnt{exception}")
         ids = [*begin, *ids, *end]
         starts = range(0, len(ids) - 1, most - 1)
         return [Encoded(index, ids[at : at + most], 1 if at else max(len(begin), 1)) for at in starts]
 
     def _answers(self, chats: Part) -> Iterator[Answer]:
-        """Yield each answer of the chats: a conversation that ends with it, its texts, and its tokens."""
+        """Yield for each answer of the chats: the conversation that ends with the answer, its texts, and its tokens."""
         every = [(index, answer) for index, chat in chats for answer in chat.by_answer()]
         texts = self._rendered(chats, [answer for _, answer in every])
         if images := self.images:
@@ -150,7 +150,7 @@ class _Encoder:
         return zip((answer for _, answer in every), texts, tokens, strict=True)
 
     def _rows(self, index: int, answers: list[Answer]) -> list[Encoded]:
-        """The rows of the example that has these answers; [] if an answer is empty."""
+        """Return the rows of the example that has these answers; [] if one of the answers is empty."""
         rows: list[Encoded] = []
         thinking = self.rendering.thinking
         if not all(wanted(answer, thinking).strip() or answer.calls for answer, *_ in answers):
@@ -162,7 +162,7 @@ class _Encoder:
         return rows
 
     def _rendered(self, part: Part, every: list[Conversation]) -> list[Rendered]:
-        """All conversations as text. Raises the error of the first example that the template rejects."""
+        """Render all conversations as text; raise the error of the first example that the template rejects."""
         try:
             return self.rendering.examples(every, self.split)
         except Rejected:
@@ -200,7 +200,7 @@ def _limited(rows: list[Encoded], split: str, rules: Rules) -> list[Encoded]:
 
 
 def _cut(row: Encoded, length: int) -> Encoded | None:
-    """Cut a row to its first `length` tokens, up to the last of them that carries loss; None if none of them does."""
+    """Return a row up to the last of its first `length` tokens that carries loss; None if none of them does."""
     spans = [(begin, min(end, length)) for begin, end in row.spans if begin < length]
     if not spans:
         return None
@@ -209,7 +209,7 @@ def _cut(row: Encoded, length: int) -> Encoded | None:
 
 
 def blank_row(inputs: ImageInputs) -> Encoded:
-    """A row with a white image and nothing to learn, for forwards without images where layers are sharded."""
+    """Return a row with a white image and nothing to learn; with it, all ranks run the vision tower in every step."""
     import PIL.Image
 
     picture = Picture(PIL.Image.new("RGB", (_EDGE, _EDGE), "white"))

@@ -1,4 +1,4 @@
-"""What examples become: rows of token ids with the spans that carry loss, and what was left out or cut, by reason."""
+"""Holds encoded examples: rows of token ids with the spans that carry loss, and which examples were left out or cut."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ _SHOWN = 5
 
 
 class Encoded(NamedTuple):
-    """One example as token ids: its answer is generated from the first `prompt_length` ids, and the rest carry loss.
+    """One example as token ids: the first `prompt_length` ids are the prompt, and the others, the answer, carry loss.
 
-    If the task gives several turns to learn, `earlier` has begin and end of each answer in the prompt; these carry loss
-    too. If the template writes earlier answers differently once other turns follow, the example becomes several rows
-    with the same index, in order. The last id is the end-of-turn token unless the example was cut (`--truncation
-    right`). Raw text becomes windows, rows that overlap by one token. `images` are the images whose placeholders are
-    among the ids.
+    If several turns are learnt, `earlier` has the begin and end of each answer within the prompt; these answers carry
+    loss too. If the template writes earlier answers differently once other turns follow, the example becomes several
+    rows with the same index, in order. The last id is the end-of-turn token, except in rows that `--truncation right`
+    cut. Raw text becomes windows, rows that overlap by one token. `images` have their placeholders among the ids.
     """
 
     index: int  # type: ignore[assignment]  # in place of a tuple's method
@@ -57,7 +56,7 @@ class Encoded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What decides an example's tokens besides its text: options, and two sets of tokens.
+    """What decides an example's tokens apart from its text: options, and two sets of end tokens.
 
     Attributes:
         eos_ids: `end_of_turn_ids`, and the token that ends the template's turns; if the template ends answers with none
@@ -80,15 +79,15 @@ class Rules:
 
 @dataclasses.dataclass
 class Encoding:
-    """The usable examples of a split, and the indices of those left out, by reason.
+    """The usable examples of a split and, for each reason, the indices of examples that were left out.
 
     Attributes:
         raw: number of kept examples that are raw text.
         windowed: indices of raw texts that make several rows.
-        control_tokens: indices of kept examples with control tokens in their texts: in "answers" if one would end an
-            answer, else in "texts".
-        notes: lines about where the tokens come from.
-        examples: the split's examples; if they are Rows, `lines` names those left out by file and line.
+        control_tokens: indices of kept examples whose texts contain control tokens: under "answers" if such a token
+            would end an answer, else under "texts".
+        notes: lines about how texts became tokens.
+        examples: the split's examples; if these are Rows, `lines()` names examples by file and line.
     """
 
     split: str
@@ -109,7 +108,7 @@ class Encoding:
         return [*self.notes, *(f"{line} ({places})" for line, places in named)]
 
     def add(self, other: Encoding) -> None:
-        """Add what was left out and cut in the next part of the split."""
+        """Add the counts and indices of the next part of the split."""
         for reason, indices in other.left_out.items():
             self.left_out[reason] += indices
         self.cut += other.cut
@@ -133,11 +132,11 @@ class Encoding:
 
 
 def end_of_turn_ids(tokenizer: Any, generation_config: Any = None) -> set[int]:
-    """Ids that end an answer: the tokenizer's eos and those the model's generation settings name."""
+    """Return the ids that end an answer: the tokenizer's eos, and the eos ids in the model's generation settings."""
     return {tokenizer.eos_token_id, *named_ends(generation_config)} - {None}
 
 
 def named_ends(generation_config: Any) -> set[int]:
-    """The ids at which generation stops by a model's generation settings; none without such settings."""
+    """Return the eos ids in a model's generation settings; none without such settings."""
     named = getattr(generation_config, "eos_token_id", None)
     return {*(named if isinstance(named, list) else [named])} - {None}

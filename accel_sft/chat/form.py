@@ -1,5 +1,5 @@
-"""Decides by probes, once for each order of roles, how a chat template takes conversations and what it writes around
-their answers."""
+"""Finds out, with probes for each order of roles, how a chat template takes conversations and what it writes around
+answers."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ _PROMPT_FLAG = r"\badd_generation_prompt\b"
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How conversations of one order of roles are given to the template, and what it writes around their answers.
+    """How conversations of one order of roles are given to the template, and what the template writes around answers.
 
     Attributes:
         folds_system: the system text is put before the first user turn's, because the template takes no system role.
@@ -39,14 +39,14 @@ class Form:
         sound: the prompt without `unwritten` is a prefix of the rendering with an answer.
         unwritten: the end of the generation prompt that the template leaves out if an answer follows.
         instead: what replaces `unwritten` if an answer follows: the last part of `unwritten`, or "".
-        system_moves: with an answer, the template drops or moves the system text, so the prompt is no prefix.
+        system_moves: if an answer follows, the template drops or moves the system text, so the prompt is not a prefix.
         lead: what the template writes between the prompt and the answer.
         tail: what the template writes after the answer.
         closing_mark: the mark that closes the block opened by the generation prompt; "" if it opens none.
         closing: text that the trainer adds to close that block if the template does not.
         prompt_end: text appended to prompts under `--thinking off`: the end of a block that the prompt opens.
-        thinking_as: how a target's thinking gets into the text: through the template, in the "content" or in a "field"
-            of its own; or "written" after the prompt by Rendering.
+        thinking_as: how a target's thinking gets into the text. With "content" or "field", the template gets it in the
+            content or in a separate field; with "written", Rendering writes it after the prompt.
         thinking_marks: the texts before the thinking, and between the thinking and the answer.
         own_system: the beginning of the system prompt that the template writes if no turn has the role system.
     """
@@ -69,7 +69,7 @@ class Form:
 
     @property
     def closed_by_template(self) -> str:
-        """The beginning of `lead` that closes the block which the prompt opened."""
+        """The beginning of `lead` that closes the block opened by the prompt; "" if there is none."""
         match = re.match(rf".*?{re.escape(self.closing_mark)}\s*", self.lead, re.S) if self.closing_mark else None
         return match[0] if match else ""
 
@@ -79,11 +79,11 @@ class Form:
         return self.lead.removeprefix(self.closed_by_template) if self.prompt_end else self.closing + self.lead
 
     def before_lead(self, prompt: str) -> str:
-        """The rendering with an answer up to `lead`, computed from `prompt`."""
+        """Return the part before `lead` of the rendering with an answer, computed from `prompt`."""
         return prompt[: len(prompt) - len(self.unwritten)] + self.instead
 
     def rest_of(self, full_text: str, prompt: str, head: str | None) -> str | None:
-        """The learnt text that follows the rendered prompt; None if `full_text`, the rendering with the answer, does
+        """Return the learnt text after the rendered prompt; None if `full_text`, the rendering with the answer, does
         not begin with the prompt. `head` is `full_text` up to the answer if the system text moves, else None."""
         if head is not None:
             begins = head[: len(head) - len(self.lead)]
@@ -101,7 +101,7 @@ class Form:
         return rest
 
     def given(self, turns: Turns) -> Turns:
-        """The turns as the template takes them."""
+        """Return the turns as the template takes them."""
         if self.folds_system:
             texts = [turn["content"] for turn in turns if turn["role"] == "system" and turn["content"].strip()]
             turns = [turn for turn in turns if turn["role"] != "system"]
@@ -116,8 +116,8 @@ class Form:
         return turns
 
     def with_answer(self, turns: Turns, answer: str, thinking: str | None = None, more: Turn | None = None) -> Turns:
-        """The turns and an answer, as the template takes them; `thinking` is given in a field of its own, and `more`
-        are further fields of the answer's turn, such as tool calls."""
+        """Return turns and answer as the template takes them. `thinking` goes into a separate field, and `more` has
+        further fields of the answer's turn, such as tool calls."""
         given = self.given([*turns, {**(more or {}), "role": "assistant", "content": answer}])
         if thinking is not None:
             given = [*given[:-1], {**given[-1], "reasoning_content": thinking}]
@@ -126,8 +126,8 @@ class Form:
 
 class Forms:
     """Finds the forms of conversations. A form depends only on the template, `--thinking`, the offered variables (of
-    tools: whether there are any), and the order of roles, calls and empty texts. `note` is called with each line for
-    the user."""
+    tools, only whether there are any), and the order of roles, calls and empty texts. `note` is called with each line
+    for the user."""
 
     def __init__(self, template: ChatTemplate, thinking: str, note: Callable[[str], None]) -> None:
         self._template, self._thinking, self._note = template, thinking, note
@@ -136,7 +136,7 @@ class Forms:
     def __call__(self, turns: Turns, split: str, offered: dict[str, Any] | None = None) -> Form:
         """Return the form of conversations that have the roles and the calls of these turns."""
         offered = offered or {}
-        # a turn with calls, or a system turn, without text stays without text in the probe: templates check for that
+        # turns with calls, and system turns, that are empty stay empty in the probe: templates check for this
         silent = [not turn["content"].strip() and ("tool_calls" in turn or turn["role"] == "system") for turn in turns]
         called = ("tool_calls" in turn for turn in turns)
         variables = json.dumps({**offered, "tools": "tools" in offered}, sort_keys=True, default=str)
@@ -185,7 +185,7 @@ class Forms:
             moves = moves and prompt.endswith(inner.unwritten) and head.endswith(inner.lead)
             if moves:
                 unwritten, lead, instead = inner.unwritten, inner.lead, inner.instead
-        if unwritten and unwritten.endswith(lead):  # Granite's switch stands before the last mark of the prompt
+        if unwritten and unwritten.endswith(lead):  # Granite's prompts have a thinking switch before their last mark
             instead, lead = lead, ""
         return dataclasses.replace(
             form, sound=sound, unwritten=unwritten, instead=instead, system_moves=moves, lead=lead
@@ -233,7 +233,7 @@ class Forms:
         return form if is_written else dataclasses.replace(form, thinking_as="written")
 
     def _warnings(self, form: Form, offered: dict[str, Any]) -> Iterator[str]:
-        """A line for each thing in the template that a user may want to change."""
+        """Yield a line for each thing in the template that a user may want to change."""
         source = self._template.source_of(offered)
         if form.sound and MARK.sub("", form.lead).strip() and not re.search(_PROMPT_FLAG, source):
             header = one_line(form.lead)
@@ -243,14 +243,14 @@ class Forms:
             )
         for name in offered:
             if not re.search(rf"\b{re.escape(name)}\b", source):
-                by = "tools() gives" if name == "tools" else "chat_template_kwargs sets"
-                yield f"warning: the chat template takes no {name}; what {by} is not in the prompts"
+                giver = "tools()" if name == "tools" else "chat_template_kwargs"
+                yield f"warning: the chat template does not use {name}, so prompts lack what {giver} gives"
             elif name in self._template.arguments:
                 yield f"--thinking {self._thinking} replaces {name} of chat_template_kwargs"
 
 
 def closing_mark(text: str) -> str | None:
-    """Return the mark that closes the thinking block which a text's end opens; None if it opens no block."""
+    """Return the mark that closes the thinking block opened at a text's end; None if no block is opened there."""
     opening_mark = _OPENED.search(text)
     if not opening_mark:
         return None
@@ -264,14 +264,14 @@ def closing_mark(text: str) -> str | None:
 
 
 def _own_system(prompt: str, first: str) -> str:
-    """The beginning of what a prompt has before its `first` turn; "" if that is only a header of one or two words."""
+    """Return the beginning of a prompt's text before the `first` turn; "" if this is only a header of 1 or 2 words."""
     begin, written, _ = prompt.partition(first)
     own = " ".join(MARK.sub(" ", begin).split()).removeprefix("system ").removesuffix(" user")
     return one_line(own) if written and len(re.findall(r"[^\W\d_]+", own)) > 2 else ""
 
 
 def _parting(prompt: str, head: str) -> int:
-    """Return the place where two texts begin to differ or, if it is within a mark, the place where the mark begins."""
+    """Return the position where two texts begin to differ; if a mark is there, the position where the mark begins."""
     at = common_length([prompt, head])
     for text in (prompt, head):
         at = next((mark.start() for mark in MARK.finditer(text) if mark.start() < at < mark.end()), at)
@@ -279,20 +279,20 @@ def _parting(prompt: str, head: str) -> int:
 
 
 def _remarks(form: Form, turns: Turns) -> list[str]:
-    """A line for each thing that the trainer does in addition to the template."""
+    """Return a line for each thing that the trainer does in addition to the template."""
     lines = []
     if form.folds_system:
-        lines.append("chat template: it takes no system message; its text is put before the first user turn's")
+        lines.append("chat template: it takes no system message, so the system text is put into the first user turn")
     if form.system_moves:
         lines.append("chat template: it moves the system message once an answer follows; the trainer keeps it in place")
     if form.unwritten and (form.sound or form.system_moves):
         lines.append(
-            f'chat template: prompts end with "{one_line(form.unwritten)}", which it leaves out once an answer '
-            "follows; answers are learnt after it, as they are generated"
+            f'chat template: prompts end with "{one_line(form.unwritten)}", which the template leaves out once an '
+            "answer follows; the trainer keeps this text before answers"
         )
     if form.prompt_end:
         lines.append(
-            f'--thinking off: prompts end with an opened block; the trainer adds "{one_line(form.prompt_end)}"'
+            f'--thinking off: prompts open a thinking block; the trainer closes it with "{one_line(form.prompt_end)}"'
         )
     elif form.closing:
         lines.append(
@@ -303,5 +303,5 @@ def _remarks(form: Form, turns: Turns) -> list[str]:
         lines.append("--thinking keep: the chat template drops thinking; the trainer writes it after the prompt")
     if all(turn["role"] != "user" for turn in turns):
         roles = "/".join(turn["role"] for turn in turns)
-        lines.append(f"warning: conversations without a user turn (roles {roles}): check that messages() intends this")
+        lines.append(f"warning: some chats have no user turn (roles {roles}); check that messages() intends this")
     return lines

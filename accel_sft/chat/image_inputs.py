@@ -1,4 +1,4 @@
-"""Uses the model's processor on rows with images: makes the images' placeholder tokens, and the model's inputs."""
+"""Runs the model's processor on rows with images: makes placeholder tokens for images, and the model's inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from accel_sft.rows.rows import example_name
 _OF_TOKENS = ("input_ids", "attention_mask")
 _THREAD, _ONE_AT_A_TIME = ThreadPoolExecutor(1, "images"), threading.Lock()
 _TYPES = "token_type_ids"
-"""End of the names of inputs that hold each token's kind, text or image: `mm_token_type_ids`, `token_type_ids`."""
+"""Suffix of the inputs that mark each token as text or image: `mm_token_type_ids`, `token_type_ids`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +49,12 @@ class RowImages:
 
 
 def no_processor() -> Any:
-    """Stands in for a processor where only texts are read: it raises UserError."""
-    raise UserError("the data has images, which are not read here")
+    """Raise UserError; used instead of a function that loads a processor, where only texts are read."""
+    raise UserError("the data has images, but only texts are read here")
 
 
 class ImageInputs:
-    """Makes placeholders and inputs from images with the model's own processor, which `load` returns at first use."""
+    """Makes placeholders and inputs from images with the model's own processor, which `load` loads at the first use."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
         self._load = load
@@ -83,12 +83,12 @@ class ImageInputs:
         return text._replace(prompt=self.prompt(chat.images, text.prompt, where, text.rest)) if chat.images else text
 
     def prompt(self, pictures: Sequence[Picture], text: str, where: str, rest: str = "") -> str:
-        """Return a prompt with as many placeholders for each image as the image has tokens; `rest` follows it."""
+        """Return a prompt with as many placeholders for each image as the image has tokens; `rest` comes after it."""
         place = self.processor.image_token
         if (places := text.count(place)) != len(pictures) or place in rest:
             raise UserError(
-                f"{where}: the chat template makes {places} placeholders ({place}) of {len(pictures)} images; no text "
-                "may contain one, and the template must write one for each image"
+                f"{where}: the chat template writes {places} placeholders ({place}) for {len(pictures)} images; it "
+                "must write one for each image, and no text may contain one"
             )
         written = [self._placeholders(picture, where) for picture in pictures]
         before, *behind = text.split(place)
@@ -117,9 +117,9 @@ class ImageInputs:
     def tensors(
         self, ids: Sequence[list[int]], images: Sequence[RowImages | None], shape: tuple[int, int]
     ) -> dict[str, np.ndarray]:
-        """The model's inputs besides tokens and mask, for rows of these ids padded at the right to this shape (B, T).
+        """Return the model's inputs other than tokens and mask, for rows of these ids, right-padded to `shape` (B, T).
 
-        The pixels of all images follow each other in the order of their placeholders, by which the model finds them.
+        The pixels of all images follow each other in the order of their placeholders, as the model expects.
         """
         pictured = [of_row for of_row in images if of_row]
         made = self._made(pictured)
@@ -142,17 +142,17 @@ class ImageInputs:
         return inputs
 
     def begin(self, pictured: list[RowImages]) -> None:
-        """Have a thread run the processor for the rows whose `tensors` are made next: a GPU would idle for the 5
-        to 90 ms that an image takes. The images are read in the calling thread, as a task need not be thread-safe."""
+        """Start the processor in a thread for the rows whose `tensors` are made next: otherwise a GPU would idle for
+        the 5 to 90 ms that an image takes. The calling thread reads the images, as a task need not be thread-safe."""
         self._ahead = pictured, _THREAD.submit(self._processed, pictured, self._opened(pictured))
 
     def ids(self, images: RowImages) -> list[int]:
-        """The tokens that the processor makes of a row's images alone."""
+        """Return the tokens that the processor makes of a row's images alone."""
         ids: list[int] = self._made([images])["input_ids"][0].tolist()
         return ids
 
     def pixels(self, images: RowImages) -> int:
-        """Number of pixel values that the processor makes of a row's images."""
+        """Return the number of pixel values that the processor makes of a row's images."""
         return pixels_in(self._made([images]))
 
     def _made(self, pictured: list[RowImages]) -> Any:
@@ -167,7 +167,7 @@ class ImageInputs:
 
         texts = [self.processor.image_token * len(images) for images in opened]
         try:
-            with _ONE_AT_A_TIME, torch.device("cpu"):  # a GPU may be the default device; the values become arrays
+            with _ONE_AT_A_TIME, torch.device("cpu"):  # the values become arrays, even if a GPU is the default
                 return self.processor(
                     text=texts, images=opened, add_special_tokens=False, padding=True, return_tensors="pt"
                 )
@@ -176,25 +176,25 @@ class ImageInputs:
             raise UserError(f"{named}: {_refusal(error)}") from error
 
     def _types(self, ids: Sequence[list[int]]) -> list[list[int]]:
-        """For each token, 1 if it is an image's, else 0."""
+        """Return 1 for each image token, and 0 for each other token."""
         of_images = {*self.processor.image_token_ids}
         return [[int(token in of_images) for token in row] for row in ids]
 
 
 def begin_images(pictured: list[RowImages]) -> None:
-    """Have a thread run the processor for the next forward's images, if it has any; see `ImageInputs.begin`."""
+    """Start the processor in a thread for the next forward's images, if there are any; see `ImageInputs.begin`."""
     if pictured:
         pictured[0].origin.inputs.begin(pictured)
 
 
 def pixels_in(inputs: Mapping[str, Any]) -> int:
-    """Number of the pixel values among a model's inputs."""
+    """Return the number of pixel values in a model's inputs."""
     return math.prod(inputs["pixel_values"].shape) if "pixel_values" in inputs else 0
 
 
 def _refusal(error: Exception) -> str:
     cause = one_line(f"{type(error).__name__}: {error}", LONGEST_ERROR)
-    return f"the model's processor rejects it ({cause}); fix it, or remove the row"
+    return f"the model's processor rejects the image ({cause}); fix it, or remove the row"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,11 +211,11 @@ class ImageSource:
         return example_name(self.examples, self.split, images.index)
 
     def is_as_before(self, images: RowImages) -> bool:
-        """Whether a row's images, and the processor's settings, are those that the row was tokenized with."""
+        """Whether a row's images and the processor's settings are the same as when the row was tokenized."""
         return self._current(images)[1] == images
 
     def pictures(self, images: RowImages) -> tuple[Picture, ...]:
-        """A row's images; UserError if they or the processor's settings have changed since the row was tokenized."""
+        """Return a row's images; UserError if images or processor settings have changed since the row was tokenized."""
         pictures, row_images = self._current(images)
         if row_images != images:
             raise UserError(f"{self.of(images)}: its images have changed since the start; do not edit files in use")

@@ -23,15 +23,15 @@ _EXPECTED = (
     'expected {"type": "text", "text": ...} or {"type": "image", "image": ...}, the image a path, bytes or a PIL image'
 )
 _KEYS = ("image", "path", "url", "base64", "image_url")
-"""Keys of a part that may hold its image: those that transformers reads in a part of type "image", and OpenAI's, in a
-part of type "image_url"."""
+"""Keys under which a part may hold its image: those that transformers reads in parts of type "image", and OpenAI's key
+in parts of type "image_url"."""
 
 
 class Picture:
     """An image that a task gave: a file's path, a file's bytes, or a PIL image.
 
     Args:
-        number: its place among the example's images, from 1, which names it in messages if it has no path.
+        number: the image's place among the example's images, from 1; in messages it names an image without a path.
     """
 
     def __init__(self, given: Any, number: int = 1) -> None:
@@ -52,8 +52,8 @@ class Picture:
         return hashlib.sha256(shape.encode() + image.tobytes()).hexdigest()
 
     def opened(self) -> Any:
-        """The image as transformers opens it: a file upright and in RGB, a PIL image as it is. What is transparent
-        becomes white, as in vLLM and Qwen's own code."""
+        """Return the image as transformers opens it: a file upright and in RGB, a PIL image as it is. Transparent areas
+        become white, as in vLLM and Qwen's own code."""
         if not isinstance(self.given, (str, bytes)):
             return self._on_white(self.given)
         content = self._file()
@@ -66,7 +66,7 @@ class Picture:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
                 image = PIL.Image.open(io.BytesIO(content))
-            if image.format == "EPS":  # Pillow would have Ghostscript run it
+            if image.format == "EPS":  # Pillow would run it with Ghostscript
                 raise UserError(f"{self}: EPS is a program, not pixels; convert it to PNG")
             return load_image(self._on_white(image))
         except UserError:
@@ -75,7 +75,7 @@ class Picture:
             raise UserError(f"{self} cannot be read: {one_line(str(error), LONGEST_ERROR)}") from error
 
     def _on_white(self, image: Any) -> Any:
-        """Return the image, on white if it is transparent; refuse more than 8 bits a channel."""
+        """Return the image, on white if it is transparent; raise UserError for more than 8 bits a channel."""
         import PIL.Image
         import PIL.ImageOps
 
@@ -101,11 +101,11 @@ class Picture:
             raise UserError(f"{self}: {error.strerror or error}") from error
 
 
-def picture_of(part: dict[str, Any], what: str) -> Picture:
-    """The image of a part of a content."""
+def picture_of(part: dict[str, Any], source: str) -> Picture:
+    """Return the image that a part of a turn's content holds."""
     given = [part[key] for key in _KEYS if part.get(key) is not None]
     if len(given) != 1:
-        raise UserError(f"{what} gave the part {str(part)[:80]!r}, expected one image in it")
+        raise UserError(f"{source} gave the part {str(part)[:80]!r}, expected one image in it")
     (value,), encoded = given, "base64" in part
     while isinstance(value, dict):  # OpenAI's {"url": ...}, {"bytes": ..., "path": ...} of the library datasets
         key = next((key for key in ("url", "bytes", "base64", "path") if value.get(key) is not None), "")
@@ -116,47 +116,47 @@ def picture_of(part: dict[str, Any], what: str) -> Picture:
     if isinstance(value, (bytes, bytearray)):
         return Picture(bytes(value))
     if isinstance(value, str):
-        return Picture(_file_or_bytes(value, what, encoded=encoded))
+        return Picture(_file_or_bytes(value, source, encoded=encoded))
     if all(hasattr(value, name) for name in ("mode", "size", "tobytes", "convert")):
         return Picture(value)
-    raise UserError(f"{what} gave the image {str(value)[:80]!r}, expected a path, bytes or a PIL image")
+    raise UserError(f"{source} gave the image {str(value)[:80]!r}, expected a path, bytes or a PIL image")
 
 
-def _file_or_bytes(value: str, what: str, *, encoded: bool) -> str | bytes:
+def _file_or_bytes(value: str, source: str, *, encoded: bool) -> str | bytes:
     if encoded or value.startswith("data:image/"):
         try:
             return base64.b64decode(value.partition(",")[2] if value.startswith("data:") else value)
         except (binascii.Error, ValueError) as error:
-            raise UserError(f"{what} gave an image in base64 that cannot be decoded ({error})") from None
+            raise UserError(f"{source} gave an image in base64 that cannot be decoded ({error})") from None
     if "://" in value[:10]:
         raise UserError(
-            f"{what} gave the image {value[:80]!r}, which would be fetched again in every epoch; download it, and give "
-            "its path"
+            f"{source} gave the image {value[:80]!r}, which would be fetched again in every epoch; download it, and "
+            "give its path"
         )
     if not os.path.isfile(value):
-        raise UserError(f"{what} gave the image {value!r}; there is no such file")
+        raise UserError(f"{source} gave the image {value!r}; there is no such file")
     return value
 
 
-def read_parts(content: Sequence[Any], what: str) -> tuple[str, list[Picture]]:
+def read_parts(content: Sequence[Any], source: str) -> tuple[str, list[Picture]]:
     """Return the text of a content that is a list of parts, with IMAGE_MARK for each image, and the images."""
     text, pictures = [], []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "text" and isinstance(part.get("text"), str):
-            text.append(unmarked(part["text"], what))
+            text.append(unmarked(part["text"], source))
         elif kind in ("image", "image_url"):
             text.append(IMAGE_MARK)
-            pictures.append(picture_of(part, what))
+            pictures.append(picture_of(part, source))
         else:
-            raise UserError(f"{what} gave the part {str(part)[:80]!r}, {_EXPECTED}")
+            raise UserError(f"{source} gave the part {str(part)[:80]!r}, {_EXPECTED}")
     return "".join(text), pictures
 
 
-def unmarked(text: str, what: str) -> str:
+def unmarked(text: str, source: str) -> str:
     """Return the text; UserError if it contains IMAGE_MARK, which would be taken for an image."""
     if IMAGE_MARK in text:
-        raise UserError(f"{what} gave a text with the characters U+E006 U+E007, which mean an image here; remove them")
+        raise UserError(f"{source} gave a text with the characters U+E006 U+E007, which mark an image; remove them")
     return text
 
 
@@ -166,12 +166,12 @@ def marks(turns: Sequence[dict[str, Any]]) -> int:
 
 
 def parted(turns: list[dict[str, Any]], pictures: Sequence[Picture]) -> list[dict[str, Any]]:
-    """Turns as a chat template takes them: contents with images are lists of parts; unchanged without pictures."""
+    """Return turns as a chat template takes them, with lists of parts for contents that have images."""
     return [{**turn, "content": _as_parts(turn["content"])} for turn in turns] if pictures else turns
 
 
 def _as_parts(content: Any) -> Any:
-    """A content (a text, or a list of one text part) as a list of parts if it has images, else unchanged."""
+    """Return a content (a text, or a list of one text part) as a list of parts if it has images, else unchanged."""
     text = content[0]["text"] if isinstance(content, list) else content
     if IMAGE_MARK not in text:
         return content
@@ -183,5 +183,5 @@ def _as_parts(content: Any) -> Any:
 
 
 def shown(text: str) -> str:
-    """A turn's text for people, with `<image>` for each image."""
+    """Return a turn's text as shown to people, with `<image>` for each image."""
     return text.replace(IMAGE_MARK, _SHOWN)

@@ -15,12 +15,12 @@ _CALL: dict[str, Any] = {"id": "call00001", "type": "function", "function": {"na
 
 
 class Rendered(NamedTuple):
-    """A conversation as text: the prompt that generation begins with, and the rest, which is learnt after it.
+    """A conversation as text: the `prompt`, from which generation starts, and the `rest`, which is learnt after it.
 
     Attributes:
         full_text: the template's own rendering of prompt and answer, for messages.
         form: the conversation's form.
-        apart: the rendering with the answer does not begin with the prompt; `rest` is then empty.
+        apart: whether the rendering with the answer does not begin with the prompt; if so, `rest` is empty.
     """
 
     prompt: str
@@ -31,8 +31,8 @@ class Rendered(NamedTuple):
 
 
 class Rendering:
-    """A tokenizer's chat template, used alike in training and evaluation, with `--thinking`, the day (YYYY-MM-DD) and
-    `--control-tokens` fixed.
+    """Renders conversations with a tokenizer's chat template, in the same way in training and evaluation. `--thinking`,
+    the day (YYYY-MM-DD) and `--control-tokens` are fixed.
 
     `notes` has a line for each thing that is done in addition to the template.
     """
@@ -56,7 +56,7 @@ class Rendering:
             self.notes.append(line)
 
     def prompt(self, turns: Turns, images: Sequence[Picture] = (), tools: Tools = None) -> str:
-        """The prompt of a conversation whose answer is unknown, as guarded text for `control.ids`."""
+        """Return the prompt of a conversation whose answer is unknown, as guarded text for `control.ids`."""
         chat = self.control.guarded(Conversation(turns, {"role": "assistant", "content": ""}, tools=tools))
         self.template.check([turn["role"] for turn in turns] == ["user"] and not tools)
         form = self.form(turns, "prompt", chat.offered)
@@ -64,15 +64,15 @@ class Rendering:
         return self.template.text(given, "prompt", prompt=True, offered=chat.offered) + form.prompt_end
 
     def examples(self, chats: Sequence[Conversation], split: str) -> list[Rendered]:
-        """Each conversation's prompt and the answer that is learnt after it, as guarded texts for `control.ids`."""
+        """Return each conversation's prompt and the answer learnt after it, as guarded texts for `control.ids`."""
         self.template.check(all(chat.continued for chat in chats))
         if chats and self.template.concatenates:
-            end = f"answers follow their prompts as they are, up to {self.tokenizer.eos_token}"
-            self.add_note(f"no chat template: {end}; for turns: --chat-template chatml")
+            written = f"answers follow prompts directly and end with {self.tokenizer.eos_token}"
+            self.add_note(f"no chat template: {written}; for conversations, add --chat-template chatml")
         chats = [self.control.guarded(chat) for chat in chats]
         forms = [self.form(chat.turns, split, chat.offered) for chat in chats]
         for own in {form.own_system for form in forms} - {""}:
-            self.add_note(f'chat template: rows without a system prompt get its own: "{own}"')
+            self.add_note(f'chat template: rows without a system prompt get that of the template: "{own}"')
         offered, both = [chat.offered for chat in chats], list(zip(forms, chats, strict=True))
         given = [parted(form.given(chat.turns), chat.images) for form, chat in both]
         prompts = self.template.texts(given, offered, split, prompt=True)
@@ -85,7 +85,7 @@ class Rendering:
         return [_joined(form, chat, prompts[at], full_texts[at], heads.get(at)) for at, (form, chat) in enumerate(both)]
 
     def _with_answer(self, form: Form, chat: Conversation) -> Turns:
-        """The conversation with its answer, as the template takes them."""
+        """Return the conversation with its answer, as the template takes them."""
         answer, thinking = chat.answer["content"], chat.answer.get("reasoning_content")
         if self.thinking == "keep":
             thinking, answer = divided(chat) if form.thinking_as == "field" else (None, chat.target)
@@ -98,11 +98,11 @@ class Rendering:
         return self.control.begin
 
     def text_ids(self, text: str) -> list[int]:
-        """The tokens of raw text, which no template writes, without `begin`."""
+        """Return the tokens of raw text (not written by a template), without `begin`."""
         return self.control.ids([self.control.guarded(Conversation([], {"role": "text", "content": text})).target])[0]
 
     def ends(self) -> list[int]:
-        """The special tokens that the template writes after an answer; [] if there is no template, or it fails.
+        """Return the special tokens that the template writes after an answer; [] if there is no template, or it fails.
 
         Tokens that also end a user's turn come first, then those that only end answers (`</answer>`), in reverse order.
         """
@@ -120,8 +120,8 @@ class Rendering:
         return sorted(answer_ends, key=[*question_ends, *answer_ends[::-1]].index)
 
     def call_ends(self) -> list[int]:
-        """The special tokens after a turn's last tool call, if the last of these tokens, such as `<|call|>`, ends the
-        turn and not each call (two calls have it only once). Else [], also if the template takes no calls."""
+        """Return the special tokens after a turn's last tool call if the last of them, such as `<|call|>`, ends the turn
+        (two calls have it only once), not each call. Return [] otherwise, and if the template takes no calls."""
         for calls in () if self.template.concatenates else ([_CALL, _CALL], [_CALL]):
             turns: Turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
             try:
@@ -142,7 +142,7 @@ class Rendering:
 
 
 def _joined(form: Form, chat: Conversation, prompt: str, full_text: str, head: str | None) -> Rendered:
-    """Return `prompt`, and what follows it in `full_text`; `head` as `Form.rest_of` takes it."""
+    """Return `prompt`, and what follows it in `full_text`; `head` is that of `Form.rest_of`."""
     thinking, answer = divided(chat) if form.thinking_as == "written" else (None, "")
     if thinking is not None and (form.sound or form.system_moves):
         opening, mark = ("", form.closing_mark) if form.closing_mark else ("<think>", "</think>")

@@ -1,4 +1,4 @@
-"""Calls a tokenizer's chat template on turns, with a fixed day; its failure becomes an error of one line."""
+"""Renders turns with a tokenizer's chat template and a fixed day; a template's failure becomes a one-line error."""
 
 import datetime
 import itertools
@@ -16,15 +16,15 @@ from accel_sft.chat.conversation import GUARD, Turns
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
 MARK = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷\s]+▷")
-"""What templates write around blocks: `<think>`, `<|channel|>`, `[/THINK]`, `◁/think▷`."""
+"""Matches the marks that templates write around blocks: `<think>`, `<|channel|>`, `[/THINK]`, `◁/think▷`."""
 _DIRECTIVES = "aAbBcdDeFGgHIjmMpSuUVwWxXyYZ"
-"""Letters of strftime's directives; those of the time of day are rendered as 00:00:00."""
+"""Letters of strftime's directives; the time of day is always 00:00:00."""
 _ESCAPED_GUARD = GUARD.encode("unicode_escape").decode()
 """GUARD as it appears if a template prints a list or an object as Python does: `{{ tools }}`."""
 
 
 def no_template(name: str) -> str:
-    """The line for a model whose tokenizer has no chat template."""
+    """Return the message for a model whose tokenizer has no chat template."""
     return (
         f"--model {name}: its tokenizer has no chat template; add --chat-template chatml (or a Jinja file, or a model "
         "that has one), or use an instruction-tuned model"
@@ -36,12 +36,11 @@ class Rejected(UserError):
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, with `--thinking` and the day (None: the day of rendering) fixed. It takes guarded
-    texts.
+    """A tokenizer's chat template for guarded texts, with `--thinking` and the day (None: the day of rendering) fixed.
 
     Attributes:
         arguments: the template's variables that `--thinking` sets, such as `enable_thinking`.
-        concatenates: the tokenizer has no chat template; a text and the answer that continues it are concatenated.
+        concatenates: true without a chat template: a text and the answer that continues it are then concatenated.
     """
 
     def __init__(self, control: ControlTokens, thinking: str, day: str | None) -> None:
@@ -63,7 +62,7 @@ class ChatTemplate:
         self.arguments: dict[str, Any] = {name: on for name in names if re.search(rf"\b{name}\b", both)}
 
     def source_of(self, offered: dict[str, Any]) -> str:
-        """The text of the template that transformers chooses for conversations that offer these variables."""
+        """Return the text of the template that transformers chooses for conversations with these variables."""
         return self._of_tools if self._of_tools and "tools" in offered else self.source
 
     def check(self, continued: bool) -> None:
@@ -78,8 +77,8 @@ class ChatTemplate:
     def texts(
         self, chats: Sequence[Turns], offered: Sequence[dict[str, Any]], split: str, *, prompt: bool
     ) -> list[str]:
-        """Render each conversation with what it offers; neighbours that offer the same are rendered in one call.
-        `prompt`: also write what begins the answer (the generation prompt)."""
+        """Render each conversation with its variables; consecutive conversations with equal variables are rendered in
+        one call. With `prompt`, also write the generation prompt."""
         rendered: list[str] = []
         for variables, group in itertools.groupby(zip(chats, offered, strict=True), key=itemgetter(1)):
             rendered += self._written([turns for turns, _ in group], {**variables, **self.arguments}, split, prompt)
@@ -92,7 +91,7 @@ class ChatTemplate:
             texts: list[str] = self._control.tokenizer.apply_chat_template(
                 list(chats), chat_template=self.source_of(given), tokenize=False, add_generation_prompt=prompt, **given
             )
-            "".join(texts).encode()  # no tokenizer takes half a surrogate pair
+            "".join(texts).encode()  # fails for half a surrogate pair, which no tokenizer takes
         except Exception as error:  # a template is the model's own program, and may raise anything
             verb, cause = "rejects", str(error)
             if not isinstance(error, jinja2.exceptions.TemplateError):

@@ -265,7 +265,7 @@ def test_images_that_a_thread_prepared_make_the_same_batch(made, monkeypatch):
     assert torch.equal(torch.get_rng_state(), state)
     rows[0].images.origin.inputs.processor.image_processor = None
     begin_images([rows[0].images])
-    with pytest.raises(UserError, match="train example 0: the model's processor rejects it"):
+    with pytest.raises(UserError, match="train example 0: the model's processor rejects the image"):
         batch_of(rows[:1])
 
 
@@ -399,7 +399,7 @@ REFUSED = {
     "too many pixels": ({"image": png(size=(9500, 9500), mode="1")}, "(90250000 pixels) exceeds limit of 89478485 pix"),
     "two": ({"image": png(), "path": "a.png"}, "expected one image in it"),
     "a video": ({"type": "video", "video": "a.mp4"}, 'expected {"type": "text"'),
-    "a placeholder": ({"type": "text", "text": "<|image_pad|>"}, "makes 2 placeholders"),
+    "a placeholder": ({"type": "text", "text": "<|image_pad|>"}, "writes 2 placeholders"),
     "a mark": ({"type": "text", "text": "\ue006\ue007"}, "U+E006 U+E007"),
 }
 
@@ -442,7 +442,7 @@ def test_earlier_answers_of_a_chat_have_the_images_before_them(monkeypatch):
     assert [len(part.images) for part in chat.by_answer()] == [1, 2]
     assert len(chat.images) == 2
     following[2] = {"role": "assistant", "content": [red]}
-    with pytest.raises(UserError, match="an answer with an image; only texts are learnt"):
+    with pytest.raises(UserError, match="an answer with an image; answers can only be text"):
         conversation(Given(), [0], "train", 0)
 
 

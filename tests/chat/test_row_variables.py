@@ -69,7 +69,7 @@ def test_variables_that_the_template_does_not_read_are_reported(tokenizer):
     plain, continued = encoded(tokenizer, ([ASK], "no"), ([{**ASK, "continued": True}], "no")).kept
     assert plain.input_ids == continued.input_ids, "which no template reads"
     (note,) = [line for line in encoded(tokenizer, ([ASK], "no", {"persona": "x"})).notes if "persona" in line]
-    assert note == "warning: the chat template takes no persona; what chat_template_kwargs sets is not in the prompts"
+    assert note == "warning: the chat template does not use persona, so prompts lack what chat_template_kwargs gives"
 
 
 def test_control_tokens_in_template_variables_are_characters(tokenizer):
@@ -85,7 +85,7 @@ def test_an_empty_system_turn_is_no_default_system_prompt(tokenizer):
     assert prompts(own, *rows) == expected
     assert "kind helper" in expected[1]
     assert "kind helper" not in expected[0]
-    line = 'chat template: rows without a system prompt get its own: "You are a kind helper."'
+    line = 'chat template: rows without a system prompt get that of the template: "You are a kind helper."'
     assert encoded(own, rows[1]).notes == [line]
     assert encoded(own, rows[0]).notes == encoded(with_template(tokenizer, TURNS), rows[1]).notes == []
 
@@ -158,7 +158,7 @@ def test_without_a_template_a_continued_text_is_concatenated(tmp_path, bos):
     assert own.decode(row.input_ids[row.prompt_length :]) == "the answer is 6 + 6<|endoftext|>"
     assert row.input_ids.count(own.eos_token_id) == 1
     (note,) = whole.notes
-    assert note.startswith("no chat template: answers follow their prompts as they are, up to <|endoftext|>")
+    assert note.startswith("no chat template: answers follow prompts directly and end with <|endoftext|>")
     with pytest.raises(UserError, match="its tokenizer has no chat template"):
         encoded(own, ([question], "6"), ([{"role": "user", "content": "12="}], "6"))
 

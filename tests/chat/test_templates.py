@@ -215,5 +215,5 @@ def test_row_whose_characters_become_a_control_token_is_refused():
     own.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
     (example,) = encoded(own, ["ab"])
     assert own.decode(example.input_ids[example.prompt_length :]) == "ab</s>"
-    with pytest.raises(UserError, match="validation example 1: a control token is written in a text"):
+    with pytest.raises(UserError, match="validation example 1: a text contains a control token"):
         encoded(own, ["ab", "a</s>b"])

@@ -195,11 +195,11 @@ def test_prompts_and_answers_are_right_to_the_letter(tokenizer, name, thinking, 
 NOTES = [
     ("Qwen2.5", "off", None),
     ("Qwen3.5", "template", "answers are tokenized separately, as they are generated"),
-    ("DeepSeek-R1", "template", r'prompts end with "<think>\\n", which it leaves out once an answer follows'),
+    ("DeepSeek-R1", "template", r'prompts end with "<think>\\n", which the template leaves out once an answer follows'),
     ("DeepSeek-R1", "template", r'"\\n</think>\\n\\n" is learnt before an answer that has no thinking'),
-    ("DeepSeek-R1", "off", r'--thinking off: prompts end with an opened block; the trainer adds "\\n</think>\\n\\n"'),
+    ("DeepSeek-R1", "off", r'prompts open a thinking block; the trainer closes it with "\\n</think>\\n\\n"'),
     ("DeepSeek-V3.1", "keep", "the chat template drops thinking; the trainer writes it after the prompt"),
-    ("Gemma 2", "template", "it takes no system message; its text is put before the first user turn's"),
+    ("Gemma 2", "template", "it takes no system message, so the system text is put into the first user turn"),
     ("Mistral v0.3", "template", "it moves the system message once an answer follows"),
 ]
 
@@ -325,7 +325,7 @@ def test_messages_without_a_user_turn_are_warned_of(tokenizer):
 
     own, ends = of_family(tokenizer, "Qwen2.5")
     (line,) = encoded(own, ends, ["odd", "even"], "template", Completes()).lines()
-    assert line == "warning: conversations without a user turn (roles system): check that messages() intends this"
+    assert line == "warning: some chats have no user turn (roles system); check that messages() intends this"
 
 
 def test_the_day_is_the_runs_and_not_todays(tokenizer):

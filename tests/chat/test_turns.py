@@ -155,12 +155,12 @@ def test_turns_of_weight_0_and_of_others_carry_no_loss(tokenizer):
         ([said("x")], "5", "messages() ends with an assistant turn"),
         ("5=", "5", "messages() gave"),
         ([user("5=")], [said(None)], "target() gave"),
-        ([user("\udfff")], "5", "a lone surrogate"),
+        ([user("\udfff")], "5", "a text has a lone surrogate"),
         ([user("5=")], 5, "target() gave int"),
         ([], [], "target() gave turns that do not end with an assistant turn"),
         ([user("5=")], [said("5", weight=0.5)], 'a turn with "weight": 0.5, expected 0 or 1'),
         ([user("5=")], [said("5", weight=0)], 'every assistant turn of target() has "weight": 0'),
-        ([], [said("5")], "the first turn is an answer; put the turn"),
+        ([], [said("5")], "the first turn is an answer to nothing; put a user turn"),
         ([user("5="), said("5", weight=1)], [user("6="), said("6")], 'messages() gave a turn with "weight"'),
         ([user("5=")], [{"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": "{"}]}], "call"),
         ([user("5=", tool_calls=[CALL])], [said("5")], "only an assistant calls"),
@@ -312,7 +312,7 @@ def test_template_dropping_calls_is_refused_and_without_tools_reported(tokenizer
     with pytest.raises(UserError, match=r"^train example 1: the answer would not be trained on: .*, with weather"):
         encoded(own, [(CHAT[:2], CHAT[2:]), ([], CALLED)])
     notes = encoded(own, [(CHAT[:2], CHAT[2:], TOOLS)]).notes
-    assert notes == ["warning: the chat template takes no tools; what tools() gives is not in the prompts"]
+    assert notes == ["warning: the chat template does not use tools, so prompts lack what tools() gives"]
 
 
 def test_template_rejecting_an_order_of_turns_names_the_example(tokenizer):
