@@ -1,5 +1,5 @@
-"""Turns a task's examples into rows of token ids, part by part; leaves out, cuts or refuses rows that are
-too long. Raw text, which no chat template writes, becomes windows."""
+"""Turns a task's examples into rows of token ids, part by part; leaves out, cuts or refuses rows that are too long. Raw
+text, which no chat template writes, becomes windows."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def _limited(rows: list[Encoded], split: str, rules: Rules) -> list[Encoded]:
 
 
 def _cut(row: Encoded, length: int) -> Encoded | None:
-    """Return a row up to the last of its first `length` tokens that carries loss; None if none of them does."""
+    """Cut a row after the last of its first `length` tokens that carries loss; return None if no such token exists."""
     spans = [(begin, min(end, length)) for begin, end in row.spans if begin < length]
     if not spans:
         return None

@@ -118,7 +118,7 @@ class Encoding:
             self.control_tokens[where] += indices
 
     def check(self, examples: int, rules: Rules) -> None:
-        """Check that some of the split's examples are left, and under `--truncation error` that none is too long."""
+        """Raise UserError if no example of the split is left or, under `--truncation error`, if one is too long."""
         if rules.truncation == "error" and rules.too_long in self.left_out:
             raise UserError(*self.lines(), "--truncation error stops here: raise --max-length, or choose drop or right")
         if sum(map(len, self.left_out.values())) == examples:

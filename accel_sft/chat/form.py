@@ -16,7 +16,7 @@ ANSWER, _THOUGHT, _TURN = "\ue000\ue001", "\ue002\ue003", "\ue004{}\ue005"
 
 
 HEADER_LEARNT = "warning D215: the model learns to write"
-"""Begins the note on a template whose prompts do not end with the answer's header; docs/check.md explains its code."""
+"""Begins the note on a template whose prompts do not end with the answer's header; docs/check.md explains D215."""
 _OPENED = re.compile(
     r"(?:(?P<bracket><\|?|\[|◁)"
     r"(?P<name>(?!END|end_of)[\w:]*(?:think|thought|reason)[\w:]*)"
@@ -207,7 +207,7 @@ class Forms:
             texts = (turn["content"].strip() for turn in turns if "tool_calls" not in turn)
             # templates often drop the text of turns with calls
             complete = ANSWER in full_text and all(text in prompt for text in texts)
-            if complete and not (form.parts and re.search(r"'text'|\"text\"", full_text)):  # the list as text
+            if complete and not (form.parts and re.search(r"'text'|\"text\"", full_text)):  # it wrote the list as text
                 return accepted[-1]
         if not accepted:
             raise refused[0]

@@ -54,7 +54,7 @@ def no_processor() -> Any:
 
 
 class ImageInputs:
-    """Makes placeholders and inputs from images with the model's own processor, which `load` loads at the first use."""
+    """Makes placeholders and inputs from images with the model's processor, which `load` returns at the first use."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
         self._load = load

@@ -120,8 +120,8 @@ class Rendering:
         return sorted(answer_ends, key=[*question_ends, *answer_ends[::-1]].index)
 
     def call_ends(self) -> list[int]:
-        """Return the special tokens after a turn's last tool call if the last of them, such as `<|call|>`, ends the turn
-        (two calls have it only once), not each call. Return [] otherwise, and if the template takes no calls."""
+        """Return the special tokens after a turn's last tool call if the last of them, such as `<|call|>`, ends the
+        turn (two calls have it only once), not each call. Return [] otherwise, and if the template takes no calls."""
         for calls in () if self.template.concatenates else ([_CALL, _CALL], [_CALL]):
             turns: Turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
             try:

@@ -92,7 +92,7 @@ class AdaLora(Adapter):
         base = model.base_model
         config, allocator = self._allocation(model)
         final = config.total_step - config.tfinal
-        if step > final and allocator.ipt:  # the step that makes ranks final was skipped: do it now
+        if step > final and allocator.ipt:  # the step that fixes the ranks was skipped: fix them now
             step = final
         prefix = "base_model.model."  # the allocator's names lack this prefix of the model's names
         named = {name.removeprefix(prefix): weight for name, weight in weights.items()}

@@ -117,7 +117,7 @@ def _dtype(*, dtype: str, precision: str) -> torch.dtype:
 
 
 def _unknown_tokens(source: Source, config: TrainConfig, tokenizer: Any) -> Collection[int]:
-    """Return the ids of `tokenizer` that the weights' own tokenizer lacks; () for an adapter, which has their rows."""
+    """Return `tokenizer`'s ids that the weights' own tokenizer lacks; () for an adapter, which has their embeddings."""
     if source.adapter:
         return ()
     base = Source(source.weights, source.weights)

@@ -23,7 +23,7 @@ from accel_sft.models.cascade import PrefixedRows, cascade, cut_rows, probe_kern
 
 def install(device: torch.device | None = None) -> None:
     """Make the sdpa attention of all models in this process accept the arguments `rows` and `decoding`; without them
-    nothing changes. With `device`, also probe on it the fused kernels (cascade.py) that do not copy the prefix."""
+    nothing changes. With `device`, also probe the fused kernels of cascade.py on this device."""
     if device is not None:
         probe_kernels(device)
     AttentionInterface.register("sdpa", rows_attention)

@@ -1,4 +1,4 @@
-"""Resolves `--model` and `--init-from`: a folder, a hub id, an earlier run, or an adapter and its base."""
+"""Finds what `--model` and `--init-from` name: a folder, a hub id, an earlier run, or an adapter and its base."""
 
 import contextlib
 import dataclasses
@@ -58,7 +58,7 @@ def find_source(model: str, *, init_from: str | None = None, revision: str | Non
         raise UserError(f"--revision {revision}: {name} is a folder; omit the option, or name a hub id")
     if (run := RunDir(folder)).record.is_file():
         if not run.final.is_dir():
-            raise UserError(f"{name}: this run has no final/ yet; resume it first, or name one of its folders")
+            raise UserError(f"{name}: this run has no final/ yet; resume it first, or name its best/ folder")
         folder = run.final
     if (folder / "adapter_config.json").is_file():
         adapter = read_json(folder / "adapter_config.json")

@@ -44,7 +44,7 @@ def targets(model: Any, *, names: list[str], saved: list[str], parameters: list[
     if missing := ", ".join(name for name in saved if not _ends_any(modules, name)):
         raise UserError(f"--lora-modules-to-save {missing}: no such module in this model; print(model) shows all")
     if twice := ", ".join(sorted({*saved} & {*names})):
-        raise UserError(f"--lora-modules-to-save {twice}: --lora-target-modules names it too; remove it from one")
+        raise UserError(f"--lora-modules-to-save {twice}: it is in --lora-target-modules too; leave it out of one")
     if parameters:
         arguments["target_parameters"] = parameters
     if saved:

@@ -34,7 +34,7 @@ TINY_SHAPE: dict[str, Any] = {
 """Arguments of Qwen2Config for the tiny model; the size of its vocabulary comes from the data.
 
 With the usual `rope_theta` of 10,000, most of the 16 rotary angles would hardly change over such short rows, and the
-model would learn to copy later."""
+model would take longer to learn copying."""
 TINY_VOCABULARY = 1024
 """Approximate number of tokens in the tiny model's vocabulary."""
 

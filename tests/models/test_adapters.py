@@ -213,7 +213,7 @@ def test_what_a_launch_cannot_train_is_refused_with_one_that_can(options, backen
     ("options", "said"),
     [
         ({"lora_modules_to_save": "score"}, "--lora-modules-to-save score: no such module"),
-        ({"lora_modules_to_save": "q_proj", "lora_target_modules": "q_proj"}, "names it too; remove it from one"),
+        ({"lora_modules_to_save": "q_proj", "lora_target_modules": "q_proj"}, "it is in --lora-target-modules too"),
         ({"lora_target_parameters": "experts.up"}, "not in this model. Its expert parameters are: none"),
     ],
 )
