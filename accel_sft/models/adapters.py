@@ -199,7 +199,7 @@ def saved_adapter(
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise UserError(
             f"--init-from: the adapter {folder} cannot be merged into weights that ZeRO-3 has sharded; "
-            "use --adapter lora to train the adapter further, or launch with ZeRO stage 2 or lower"
+            "train it further with --adapter lora, or launch with ZeRO stage 2"
         )
     return merged(_with_adapter(model, folder, False), folder).requires_grad_(True)
 

@@ -43,8 +43,8 @@ def merge(source: Source, tokenizer: Any, dtype: str | None, *, trust_remote_cod
         difference = (model(input_ids=ids).logits[0] - apart).abs().max().item()
         if not difference <= _TOLERANCE * max(apart.abs().max().item(), 1.0):  # NaN is refused too
             raise UserError(
-                f"{source.adapter} cannot be merged: logits would be off by {difference:.2g}; the adapter is not "
-                "finite, belongs to another base, or adapts only one of two tied layers (embeddings, head)"
+                f"{source.adapter} cannot be merged: logits would be off by {difference:.2g}; it is not finite, "
+                "belongs to another base, or adapts only one of two tied layers (embeddings, head)"
             )
         dtype = dtype or next((name for name, kind in DTYPES.items() if kind == stored), "float32")
         for name, tensor in model.state_dict(keep_vars=True).items():
