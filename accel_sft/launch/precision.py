@@ -15,7 +15,7 @@ from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import PRECISION
 
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
-"""Names in /proc/cpuinfo of instructions that multiply bf16: on Intel; on Intel and AMD; on ARM. With AVX-512 alone
+"""Names in /proc/cpuinfo of instructions that multiply bf16: Intel's, Intel's and AMD's, and ARM's. With AVX-512 alone
 oneDNN accepts bf16 too, but emulates it, many times slower than float32."""
 
 

@@ -98,8 +98,8 @@ class Assembly:
         processor = self.encode.images.processor
         index = encoding.kept.text_with(processor.image_token_ids)
         if index is not None:
-            what = f"its text has {processor.image_token}, which stands for an image, but it has no image; remove it"
-            line = f"{encoding.split} example {index}: {what}"
+            problem = f"the text has the image placeholder {processor.image_token}, but there is no image; remove it"
+            line = f"{encoding.split} example {index}: {problem}"
             raise UserError(*with_places([line], encoding.examples, encoding.split))
 
     def evaluator(self, model: Any, split: StoredEncoding, max_new_tokens: int | None = None, **more: Any) -> Evaluator:
@@ -137,7 +137,7 @@ class Prepared:
         examples = "examples" if len(train.kept) == train.kept.examples else "rows"
         read = train.kept.examples + sum(map(len, train.left_out.values()))
         limit_line = f"--train-limit {config.train_limit}: {read:,} of {read + self.beyond_limit:,} {examples}"
-        repeated = f"--global-batch-size {plan.global_batch_size} is more than the rows: a step repeats some rows"
+        repeated = f"--global-batch-size {plan.global_batch_size} is more than the number of rows: a step repeats rows"
         merged = "the adapter is merged into its base, and all weights are trained (to train the adapter: --adapter)"
         return [
             *(RunDir.choice_in(config.init_from, train=True) if config.init_from else []),
@@ -250,7 +250,7 @@ def _ends_served(train: StoredEncoding, assembly: Assembly) -> list[str]:
     names_eos = "eos_token" in str(tokenizer.chat_template)  # a different eos would change such a template's prompts
     if not (train.raw or written or names_eos):
         tokenizer.eos_token = token
-    what = f"warning: answers end with {token}, but a server running the base model does not stop at it."
+    what = f"warning: answers end with {token}, but a server running the base model does not stop there."
     fix = "Add it to the server's stop tokens, or serve merged weights."
     return [f"{what} {fix}"] if assembly.config.adapter != "none" else []
 
@@ -299,7 +299,7 @@ def plan_steps(train: StoredEncoding, config: TrainConfig) -> StepPlan:
         shares=shares,
     )
     if plan.stream_length == 0:
-        raise UserError(f"--epochs {config.epochs:g}: less than 1 of {len(train.kept)} examples; ask for more")
+        raise UserError(f"--epochs {config.epochs:g} is less than one of {len(train.kept)} examples; set more")
     if (config.warmup_steps or 0) > plan.total_steps:
         raise UserError(f"--warmup-steps {config.warmup_steps}: the run has {plan.total_steps} steps; ask for fewer")
     return plan
