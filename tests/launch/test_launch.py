@@ -233,10 +233,7 @@ REFUSED_JSON = {
     "zenflow": ({"zero_optimization": ZENFLOW}, "zenflow applies a part of"),
     "no ZeRO": ({"bf16": {"enabled": "auto"}}, "ds.json: zero_optimization.stage is missing: add"),
     "no gather": ({"zero_optimization": {"stage": 3}}, "stage3_gather_16bit_weights_on_model_save: true"),
-    "autocast": (
-        JSON | {"torch_autocast": {"enabled": True, "dtype": "float16"}},
-        "different precision from the run's",
-    ),
+    "autocast": (JSON | {"torch_autocast": {"enabled": True, "dtype": "float16"}}, "precision from the run's"),
     "data efficiency": (JSON | {"data_efficiency": {"enabled": True}}, "data_efficiency changes what a step learns"),
     "removed": (JSON | {"curriculum_learning": {"enabled": True}}, "curriculum_learning is unknown: remove it"),
     "data types in a word": (JSON | {"data_types": "fp32"}, "data_types: expected keys with values"),
