@@ -131,13 +131,13 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         size = sum({id(tensor): tensor.nbytes for tensor in weights.values()}.values())
         return self._room_for(size if self.accelerator.is_main_process else 0, "exported weights")
 
-    def _room_for(self, size: float, what: str) -> bool:
+    def _room_for(self, size: float, contents: str) -> bool:
         """Whether every rank's host memory has room for this copy plus a third of the copy's size."""
         free, reason = host_memory.free_bytes(), None
         if free < size * 4 / 3:
-            reason = f"host memory: a copy of {what} takes {_shown(size)}, but only {_shown(free)} are free"
+            reason = f"host memory: a copy of {contents} takes {_shown(size)}, but only {_shown(free)} are free"
         if reason := first_reason(reason):
-            self.log(f"{reason}; training waits for such writes")
+            self.log(f"{reason}; training waits for each write")
         return reason is None
 
     def export(self, write: Callable[[], None] | None) -> None:
@@ -191,7 +191,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def _write(
         self, write: Callable[..., manifest.Entries], pieces: Iterable[shards.Piece], partial: Path
     ) -> manifest.Entries:
-        """Write this rank's files, after any export. Other ranks list their files' sizes and SHA-256 for rank 0."""
+        """Write this rank's files, after any export. For rank 0, other ranks list their files' sizes and SHA-256."""
         if self._export is not None:
             self._export.result()
         files = write(pieces)

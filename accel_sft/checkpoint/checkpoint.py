@@ -105,7 +105,7 @@ def export(
 ) -> None:
     """Write all weights for plain transformers, or an adapter alone for peft, with tokenizer, model card and the files
     `beside`. If host memory has room for a copy, `behind` (if given) writes them in the background. Weights are rounded
-    to `dtype`. `base` is the config.json of the model from which a training of all weights started."""
+    to `dtype`. `base` is the config.json of the model that a training of all weights started from."""
     if behind:
         behind.finish()
     unwrapped, main = accelerator.unwrap_model(model), accelerator.is_main_process

@@ -66,7 +66,7 @@ class Partition(NamedTuple):
 
 
 def partitions(accelerator: Accelerator, model: Any, optimizer: Any, writing: bool = False) -> Iterator[Partition]:
-    """Yield this rank's partitions. With `writing`, a partition's changes are copied to the weights."""
+    """Yield this rank's partitions. With `writing`, the caller's changes to a partition reach the model's weights."""
     if accelerator.is_fsdp2:
         _free_gathered(model)
     names = {id(p): name for name, p in accelerator.unwrap_model(model).named_parameters() if p.requires_grad}

@@ -42,7 +42,7 @@ TYPES |= {torch.int32: "I32", torch.uint8: "U8", torch.int8: "I8", torch.bool: "
 """Names of element types in safetensors files."""
 
 Extra = Mapping[str, Mapping[str, torch.Tensor]]
-"""Tensors beside parameters and optimizer state, with equal values on all ranks: kind -> name -> tensor."""
+"""Tensors other than parameters and optimizer state, equal on all ranks: kind -> name -> tensor."""
 
 
 Piece = dict[str, torch.Tensor]
@@ -71,7 +71,7 @@ class HostCopy(dict[str, torch.Tensor]):
 
 
 class Averages:
-    """Float32 averages of the tensors that the optimizer updates. Under ZeRO these are this rank's float32 copies.
+    """Float32 averages of the tensors that the optimizer updates. Under ZeRO it updates this rank's float32 copies.
 
     Averages start as copies of the first weights. Update t (from 0) multiplies the averages by d = min(decay, (1 + t) /
     (10 + t)) and adds 1 - d times the weights, as TensorFlow's ExponentialMovingAverage does. With a constant decay of

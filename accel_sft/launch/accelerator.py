@@ -116,8 +116,8 @@ def _waiting_for_ranks(launch: Launch) -> contextlib.AbstractContextManager[None
 
 
 def group_timeout(hang_timeout: int) -> datetime.timedelta:
-    """How long a rank may wait in a collective. It is longer than `--hang-timeout` (0: no limit), because the watchdog
-    names the hung rank and torch's error does not. It is at least an hour: a rank may be downloading a model."""
+    """How long a rank may wait in a collective: longer than `--hang-timeout` (0: no limit), because the watchdog names
+    the hung rank and torch's error does not, and at least an hour, because a rank may be downloading a model."""
     return datetime.timedelta(seconds=max(hang_timeout + 300, 3600)) if hang_timeout else WITHOUT_LIMIT
 
 

@@ -44,7 +44,7 @@ _REFUSED = {
     "optimizer": "must not be set: --learning-rate and --weight-decay decide",
     "scheduler": "must not be set: --lr-scheduler decides",
 }
-"""Maps the sections of DeepSpeed's JSON that would change the mathematics of a step to what they do."""
+"""Sections of DeepSpeed's JSON that would change the mathematics of a step, each with its effect."""
 _LOSSY = "zero_quantized_weights", "zero_quantized_gradients", "communication_data_type", "grad_accum_dtype"
 """Keys of DeepSpeed's JSON that can make gradients less exact."""
 _DECIDED = {
@@ -55,11 +55,11 @@ _DECIDED = {
     "activation_checkpointing": "--gradient-checkpointing",
     "dynamo_backend": "--compile",
 }
-"""Maps each key of a launch that has no effect to the trainer's option that replaces the key."""
+"""Keys of a launch that have no effect, each with the trainer's option that replaces the key."""
 
 
 def audit(config: TrainConfig, launch: Launch, devices: int | None = None) -> list[Finding]:
-    """Audit a launch before anything is loaded. `devices` is the number of visible accelerators, counted by default.
+    """Audit a launch before anything is loaded. `devices` is the number of visible accelerators; None: count them.
     Returns the findings, errors first."""
     devices = device_count() if devices is None else devices
     where = f"{launch.config_file or 'the launch'}"
@@ -118,7 +118,7 @@ def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
         yield error(what, "set distributed_type to MULTI_GPU or DEEPSPEED; start the same number on all machines")
     tasks = launch.environment.get("SLURM_STEP_NUM_TASKS", "1")  # not set in an sbatch script without srun
     if launch.world_size == 1 and tasks != "1":
-        fix = "srun one accelerate launch for each machine (docs/multinode.md)"
+        fix = "let srun start one accelerate launch per machine (docs/multinode.md)"
         yield warning(f"srun starts {tasks} separate runs: no launcher joins them", fix)
     if devices:
         yield from audit_devices(launch, devices, where)

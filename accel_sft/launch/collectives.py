@@ -23,7 +23,7 @@ milliseconds in 32 bits."""
 
 
 def by_each_rank(work: Callable[[], Result | None]) -> list[Result]:
-    """Call `work` on every rank; return all results, by rank. After UserErrors, all ranks raise the lowest rank's."""
+    """Call `work` on every rank; return all results, by rank. After UserErrors, all raise that of the lowest rank."""
     mine: tuple[Any, Any]
     try:
         mine, wrong = (work(), None), None

@@ -71,14 +71,14 @@ def lacking(variable: str, usual: str) -> Iterator[tuple[str, str]]:
     compiler is the one that the environment variable names, else the usual one."""
     compiler = os.environ.get(variable, usual)
     if not shutil.which(compiler):
-        yield f"there is no compiler ({compiler})", f"apt-get install g++, or name one in {variable}"
+        yield f"there is no compiler ({compiler})", f"apt-get install g++, or name a compiler in {variable}"
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
         yield "Python's headers are missing", "apt-get install python3-dev"
 
 
 def audit_locks(name: str) -> Iterator[Finding]:
-    """Yield a warning if this operator is locked: another process compiles it, or was killed while compiling, in which
-    case torch would wait forever."""
+    """Yield a warning if this operator is locked: another process is compiling it, or was killed while it compiled. In
+    the latter case torch would wait forever."""
     lock = library(name).with_name("lock")
     if lock.exists() and time.time() - lock.stat().st_mtime > 60:  # a younger lock may belong to a rank of this launch
         fix = "delete the file if no other launch is running"

@@ -42,7 +42,7 @@ class Launch:
     text: str  # content of the launch file
     yaml: Mapping[str, Any]
     json_file: Path | None  # DeepSpeed's JSON, which the yaml names
-    json: Mapping[str, Any]  # its content; {} without it
+    json: Mapping[str, Any]  # content of the JSON; {} without one
     environment: Mapping[str, str]  # this rank's variables, among them those that `accelerate launch` sets
     users_precision_variable: str = ""  # the user's value; "" under `accelerate launch`, which overwrites it
     resolved: tuple[str, str] | None = None  # the precision chosen for a launch that names none, and why

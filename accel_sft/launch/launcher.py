@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 PARENT = os.getppid()
-"""Process id of the parent. Read before torch is imported: if the launcher were killed during the import, which takes
+"""Process id of the parent, read before torch is imported. If the launcher were killed during the import, which takes
 seconds, a later read would give another process's id."""
 _ACCELERATE = re.compile(r"accelerate([-_.]|$)")
 _TORCHRUN = re.compile(r"(torchrun|torch\.distributed\.run)$")
@@ -81,7 +81,7 @@ def _is_launcher(word: str) -> bool:
 
 
 def _above(program: re.Pattern[str]) -> Any:
-    """The nearest ancestor of this process whose command matches `program`, a `psutil.Process`; else None."""
+    """The nearest ancestor process (a `psutil.Process`) whose command matches `program`; None if no command does."""
     import psutil
 
     for process in psutil.Process().parents():

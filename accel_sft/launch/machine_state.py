@@ -178,7 +178,7 @@ def slowed_by(reasons: float) -> str:
 
 
 def open_gpu(uuid: str) -> tuple[Any, Any]:
-    """Return the module `pynvml`, and its handle of the GPU with this UUID from torch. (NVML's indices differ.)"""
+    """Return the module `pynvml`, and its handle of the GPU with torch's UUID. (NVML's indices count hidden GPUs.)"""
     import pynvml
 
     pynvml.nvmlInit()

@@ -97,7 +97,7 @@ def audit_devices(launch: Launch, devices: int, where: str) -> Iterator[Finding]
         fix = f"use --num_processes {devices * launch.machines}"
         if launch.parallelism:
             fix = f"use accelerate_configs/fsdp2.yaml, which runs on {gpus}"
-        yield error(f"{ranks} processes on this machine, which has {gpus}", fix)
+        yield error(f"{ranks} processes would share this machine's {gpus}", fix)
     elif "num_processes" in launch.yaml and "num_processes" not in launch.arguments and launch.machines == 1:
         most = devices - devices % ranks if launch.parallelism else devices  # ranks may form groups
         if ranks < most:

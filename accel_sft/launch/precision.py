@@ -65,8 +65,7 @@ def choose_precision(launch: Launch, device: Any, precision_of_run: str | None =
     named = launch.named_precision[0] if launch.named_precision else None
     ranks = gather_object([(named, precision_of_run, *computes_bf16(device))])
     if len(names := dict.fromkeys(name or "none" for name, *_ in ranks)) > 1:
-        what = f"the ranks' launches name different precisions: {', '.join(names)}"
-        raise UserError(f"{what}; give all machines the same launch")
+        raise UserError(f"ranks have different precisions ({', '.join(names)}); use one launch file on all machines")
     if named:
         return launch
     precision_of_run = ranks[0][1]

@@ -136,7 +136,7 @@ def _earlier_failures() -> list[tuple[int, str]]:
 
 def report(text: str, message: str, file: TextIO | None = None, *, failed: bool = True) -> None:
     """Record the message for torchrun's summary, print the text to `file` or standard error, and tell the other ranks
-    if this rank `failed`. If ranks of a machine have the same text, only the first of them prints and tells it."""
+    if this rank `failed`. If ranks of a machine have the same text, only the first prints and tells."""
     first = _is_first(text)
     if own := _record_file():
         # for torchrun, the failure with the earliest time (in whole seconds) is the cause

@@ -38,8 +38,8 @@ class Interruption(KeyboardInterrupt):
 class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
     """Within this context, SIGTERM and SIGINT end the process; while `deferred`, only a second signal ends it.
 
-    If a rank's launcher has ended, the rank ends too. Unless a signal came before, the rank writes no more files then,
-    because a later run may already use the folder. A main thread that waits for other ranks in C handles no signal.
+    If a rank's launcher ends, and no signal came before, the rank ends without writing more files, because a later run
+    may already use the folder. A main thread that waits for other ranks in C handles no signal.
     The watching thread then ends the process, but only during start-up or if a rank was lost.
     """
 
@@ -96,7 +96,7 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def lost_peers(self, seconds: float = 0.0) -> str:
-        """The sentence from `exit.lost_peers`; unless empty, also how the run continues: by a restart or a command."""
+        """The sentence from `exit.lost_peers`, then how to continue the run; "" if no rank was lost."""
         lost = lost_peers(seconds)
         if lost and will_restart():
             return f"{lost}; the launcher starts the ranks again"

@@ -20,9 +20,9 @@ from accel_sft.chat.pictures import Picture
 CODES = {
     "T101": ("the class breaks the contract of tasks", "correct the named methods and options"),
     "T102": ("problems() refuses the task's options", "construct the task with values that problems() accepts"),
-    "T103": ("a copy of the task has other options, or fails", "store each option's value unchanged"),
+    "T103": ("the task cannot be copied with the same options", "store each option's value unchanged"),
     "T201": ("dataset() fails, or returns no sequence of examples", "return a sequence with at least one example"),
-    "T202": ("messages() or target() fails, or returns no conversation", "return chat messages; the target is a text"),
+    "T202": ("messages() or target() fails, or returns no conversation", "return chat messages, and a text as target"),
     "T203": ("a target is empty, so training leaves the row out", "add the answer, or remove the row"),
     "T204": ("a second call returns a different result", "draw random numbers in dataset() only, with a fixed seed"),
     "T205": ("two processes get different data", "seed random numbers, and sort sets: a set's order varies by process"),
@@ -40,11 +40,11 @@ GARBAGE = ("", " \n", "\0", "{", "[[[", "null", "-1e999", "�" * 50, "no such a
 
 
 class TaskConformance:
-    """Subclass it as `class TestMine(TaskConformance): task = MyTask()`; pytest then runs every test below.
+    """Subclass this as `class TestMine(TaskConformance): task = MyTask()`; pytest then runs every test below.
 
     Attributes:
         task: the task, with the options that its data needs.
-        examples: maximum number of examples to check in each split, evenly spread. The check for leaks reads all.
+        examples: maximum number of examples to check in each split, evenly spread; all are checked for leaks.
         leaks_allowed: why prompts of validation may also be in training; if empty, they may not.
         best: the main metric that right answers must have. With None, a metric between 0 and 1 must be 1 (0 if lower
             is better), and any other metric must be better than that of garbage.
@@ -149,7 +149,7 @@ class TaskConformance:
             return conversation(self.task, examples, split, index)
 
     def _answered(self) -> tuple[Sequence[Any], list[tuple[int, str]]]:
-        """Return the validation examples, and (index, target) of each one to check whose target is text, not a call."""
+        """Return the validation examples, and (index, target) of each checked example without tool calls."""
         examples = self._dataset("validation")
         if self.task.main_metric in ("eval_loss", "perplexity"):
             return examples, []
@@ -183,13 +183,13 @@ def _fault(code: str, doing: str = "") -> Iterator[None]:
 
 def finding(code: str, detail: str) -> str:
     """A finding as a failed test shows it: code, meaning, what was seen, and the fix."""
-    what, fix = CODES[code]
-    return f"{code} {what}: {detail}; {fix}"
+    meaning, fix = CODES[code]
+    return f"{code} {meaning}: {detail}; {fix}"
 
 
 def _differences(split: str, first: list[str], again: list[str]) -> list[str]:
     if len(first) != len(again):
-        return [f"{split} has {len(first)} examples, then {len(again)}"]
+        return [f"{split} first has {len(first)} examples, then {len(again)}"]
     different = [index for index, pair in enumerate(zip(first, again, strict=True)) if pair[0] != pair[1]]
     return [f"{split}: {len(different)} of {len(first)} checked examples differ"] if different else []
 
@@ -200,8 +200,8 @@ def _hold(code: str, faults: Sequence[str]) -> None:
 
 
 def observed(task: Task, split: str, most: int) -> list[str]:
-    """Return a SHA-256 for each of at most `most` examples, evenly spread. It covers the example's messages and target,
-    and the split's size. These hashes must be equal at every call and on every rank."""
+    """Return a SHA-256 for each of at most `most` examples, evenly spread. Each hash covers messages, target and the
+    split's size. The hashes must be equal at every call and on every rank."""
     examples = read_split(task, split)
     step = max(1, math.ceil(len(examples) / most))
     chosen = (examples[index] for index in range(0, len(examples), step))
@@ -210,7 +210,7 @@ def observed(task: Task, split: str, most: int) -> list[str]:
 
 
 def _identity(value: Any) -> str:
-    """Return the text of a value for the hash. The text of an image has its pixels, unlike its repr()."""
+    """Return a value as text for the hash. For an image these are its pixels: its repr() differs each time."""
     return repr(Picture(value) if hasattr(value, "tobytes") and hasattr(value, "mode") else value)
 
 

@@ -25,7 +25,7 @@ from accel_sft.models.kernels import put_kernels_in
 
 _UPDATES = 3
 """Number of updates after which missing gradients are reported. LoRA's A has no gradient in the first update, since B
-starts at zero. After a warm-up from rate 0 it has none in the second update either."""
+starts at zero. If warm-up starts at rate 0, A has none in the second update either."""
 _EXPERT = re.compile(r"(?<=\bexperts\.)\d+(?=\.)")
 _TOLERANCES = {True: (1e-3, 1e-2), False: (0.05, 0.25)}
 """Largest allowed differences in float32 (True) and in reduced precision (False): of the loss in nats per token, and of

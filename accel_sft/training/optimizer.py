@@ -68,9 +68,9 @@ class Stepper:
             group["lr"] = rate
 
     def boundary(self, last: bool) -> contextlib.AbstractContextManager:
-        """Return a context for one micro-batch's forward and backward; ranks exchange gradients only in the last one.
+        """Return a context for one micro-batch's forward and backward; ranks exchange gradients in the last one.
 
-        FSDP ranks reduce and scatter gradients in every micro-batch: otherwise each rank would keep unsharded
+        FSDP ranks exchange (reduce-scatter) gradients in every micro-batch: otherwise each would keep unsharded
         gradients, in the computing dtype. Only the last micro-batch waits for that exchange; under HSDP, only the
         last one averages over the groups.
         """
@@ -148,7 +148,7 @@ class Stepper:
         return forwards_alone(self.accelerator)
 
     def discard_gradients(self) -> None:
-        """Drop a step's gradients before its repetition. DeepSpeed's must be NaN on all ranks: `update` skips NaN."""
+        """Drop a step's gradients before it is repeated. DeepSpeed's must be NaN on all ranks to be skipped."""
         if self.engine is not None:
             self.update(0)
         self._clear_gradients()

@@ -93,7 +93,7 @@ def _peak_flops(device: torch.device, job: Job) -> float | None:
 def job_of_run(
     config: TrainConfig, weights: str, launch: Launch, device: torch.device, log: Callable[[str], None]
 ) -> Job | None:
-    """The run as a `Job`, with a forward of one token, because its size is chosen later, by free memory. If the
+    """The run as a `Job`, with a forward of one token, because the real size is chosen later, by free memory. If the
     model's parameters cannot be counted, this is logged, and the result is None."""
     from transformers.utils import cached_file
 
@@ -123,8 +123,8 @@ def job_of_run(
 
 
 def _misfits(job: Job, force: bool) -> list[str]:
-    """Warnings if the run may not fit in this rank's free memory. If the model states alone do not fit, raise UserError
-    unless `force`."""
+    """Return warnings if the run may not fit in this rank's free memory, else []. If the model states alone do not fit,
+    raise UserError unless `force`."""
     free = {"host": float(host_memory.free_bytes())}
     if job.device == "cuda":
         free["device"] = float(torch.cuda.mem_get_info()[0])

@@ -186,7 +186,7 @@ class TrainStep:
         if len(rows) > 1:
             most = min(oom.tokens // 2, _most_tokens(self.run_dir) or oom.tokens)
             write_atomically(self.run_dir.most_tokens, json.dumps({"tokens": most}) + "\n")
-            fix = f"continue with --resume auto --output-dir {self.run_dir}, with at most {most:,} tokens in a forward"
+            fix = f"continue with --resume auto --output-dir {self.run_dir}: forwards will have at most {most:,} tokens"
         return UserError(f"step {step}: {oom}; {fix}")
 
 

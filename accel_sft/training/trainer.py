@@ -142,7 +142,7 @@ class Trainer:
 
     def new_train_step(self, before: dict[str, Any] | None) -> TrainStep:
         """Make the train step. A resumed run keeps its recorded batching, unless the settings name a different one. The
-        batching used is recorded."""
+        chosen batching is recorded."""
         job = [self.prepared.fingerprint(), self.plan.global_batch_size]
         if before is None and self.config.resume != "off":
             before = choice.read(self.accelerator, self.run_dir, job)

@@ -306,7 +306,7 @@ def test_srun_without_a_launcher_is_a_warning(built):
         return lines(audit(TrainConfig(), read_launch(variables, []), 0), "warning")
 
     (line,) = warned(SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="1")
-    assert line.startswith("srun starts 2 separate runs: no launcher joins them: srun one accelerate launch")
+    assert line.startswith("srun starts 2 separate runs: no launcher joins them: let srun start one")
     ranks = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
     assert warned(SLURM_NTASKS="2") == warned(SLURM_STEP_NUM_TASKS="2", **ranks) == []
 

@@ -108,7 +108,7 @@ def test_machines_with_different_precisions_are_refused_on_every_rank(tmp_path, 
         precision.choose_precision(launch, ON_CPU)
     monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: refusals)
     for launch in (named, other):
-        with pytest.raises(UserError, match="name different precisions: bf16, none; give"):
+        with pytest.raises(UserError, match=r"ranks have different precisions \(bf16, none\); use"):
             precision.choose_precision(launch, ON_CPU)
 
 
