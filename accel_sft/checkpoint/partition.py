@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of AdamW's states that have a value for each element of a parameter."""
 IN_8_BITS = ("state1", "state2")
-"""Names of the states of bitsandbytes' 8-bit AdamW, which are float32 for tensors below 4,096 elements."""
+"""Names of the states of bitsandbytes' 8-bit AdamW. States of tensors below 4,096 elements are float32."""
 AVERAGE = "average"
 """Name, in checkpoints, of the averages of `--ema-decay`."""
 SCALES = ("absmax1", "absmax2")

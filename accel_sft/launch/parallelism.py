@@ -80,7 +80,7 @@ def sized(launch: Launch, processes: int) -> tuple[str, ...]:
 
 def fitted(launch: Launch, devices: int) -> Launch:
     """Return the launch with one rank per accelerator if the file asks for more ranks than there are `devices`. The
-    number of ranks stays if the command line names it, on several machines, and with `parallelism`."""
+    number of ranks stays if the command line names it, on several machines, and with a `parallelism_config`."""
     grouped = launch.parallelism or launch.machines > 1
     if grouped or "num_processes" in launch.arguments or "num_processes" not in launch.yaml:
         return launch

@@ -52,7 +52,7 @@ def start(
 
     `launch` is from `begin`; it is returned with its precision. Without `train`, the command is an evaluation.
     """
-    # notes concern training only: an evaluation is not slower without a launcher, and has the evaluated run's precision
+    # notes, such as on unused GPUs, concern training only
     findings = [finding for finding in audit(config, launch) if train or finding.level != "note"]
     refuse(findings)
     with quiet(None, config.debug) as stream:

@@ -19,7 +19,7 @@ from accel_sft.resilience.exit import failed_peer, lost_peers, record_end, repor
 WATCH_SECONDS = 1.0
 """Seconds between two checks that the launcher is still there."""
 ECHO_SECONDS = 5.0
-"""Under a launcher, a second signal within this many seconds counts as the first one's copy: Slurm sends a signal to
+"""Under a launcher, a second signal within this many seconds counts as a copy of the first: Slurm sends a signal to
 every process of a job, and the launcher also passes its own signal on to its ranks."""
 UNHANDLED_SECONDS = 4.0
 """Seconds after which a signal counts as not handled: the main thread is then in C, and may wait there for a rank that

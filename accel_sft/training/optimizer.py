@@ -68,11 +68,11 @@ class Stepper:
             group["lr"] = rate
 
     def boundary(self, last: bool) -> contextlib.AbstractContextManager:
-        """Return a context for one micro-batch's forward and backward; ranks exchange gradients in the last one.
+        """Return a context for a micro-batch's forward and backward. Ranks exchange gradients in the last micro-batch.
 
-        FSDP ranks exchange (reduce-scatter) gradients in every micro-batch: otherwise each would keep unsharded
-        gradients, in the computing dtype. Only the last micro-batch waits for that exchange; under HSDP, only the
-        last one averages over the groups.
+        FSDP ranks also exchange them (by reduce-scatter) in earlier micro-batches: otherwise each rank would keep
+        unsharded gradients, in the computing dtype. Only the last micro-batch waits for that exchange; under HSDP,
+        only the last one averages over the groups.
         """
         if self.engine is not None:
             self.engine.set_gradient_accumulation_boundary(last)
@@ -148,7 +148,7 @@ class Stepper:
         return forwards_alone(self.accelerator)
 
     def discard_gradients(self) -> None:
-        """Drop a step's gradients before it is repeated. DeepSpeed's must be NaN on all ranks to be skipped."""
+        """Drop a step's gradients before it is repeated. DeepSpeed's are NaN on all ranks, so `update` skips them."""
         if self.engine is not None:
             self.update(0)
         self._clear_gradients()

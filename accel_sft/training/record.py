@@ -37,8 +37,8 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
     """Write `run.json` (settings, data and launch of the run) and `run.yaml`, which repeats the run. Returns the
     record's `made_by`: everything that the run's numbers depend on.
 
-    Called twice for a run that has trained. Before the resume, the call only refuses differences from the record. After
-    the resume (`resumed`), when nothing can be refused any more, it replaces the record.
+    A resumed run calls this twice. Before the checkpoint is loaded, the call only refuses differences from the record.
+    Afterwards (`resumed`), when nothing can be refused any more, the call replaces the record.
     """
     assembly = prepared.assembly
     splits = {"train": prepared.train.examples, "validation": prepared.validation.examples}

@@ -179,8 +179,8 @@ class Trainer:
         plan, stepper, state, config = self.plan, self.stepper, self.state, self.config
         masks = row_groups(self.accelerator)[1]  # ranks that compute the same rows draw the same dropout masks
         phase = "first_step"  # the first step allocates AdamW's moments
-        gc.collect()  # otherwise unreachable objects, such as tensors of a failed trial, would be frozen too
-        gc.freeze()  # all objects so far live to the end: the collector would scan them in the middle of steps
+        gc.collect()  # free unreachable objects, such as tensors of a failed trial, before the freeze
+        gc.freeze()  # all objects so far live to the end: the collector need not scan them during steps
         self.model.train()
         while state.step < plan.total_steps and not state.out_of_patience(config.patience):
             started = time.perf_counter()
