@@ -44,9 +44,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     """Writes checkpoints of a model and its optimizer state, one at a time; `keep` is `--keep-checkpoints`.
 
     `save` copies this rank's part to host memory, which the next checkpoint reuses. A worker thread writes and hashes
-    the copy and, on rank 0, publishes the checkpoint once every rank's files are on the disk; the thread calls no
-    collective. Without room for the copy, training waits while files are copied and written one by one, and this is
-    logged. The worker does its jobs in order: an export (best/) is complete before the next checkpoint.
+    the copy. On rank 0, the thread also publishes the checkpoint once every rank's files are on the disk. The thread
+    calls no collective. If host memory has no room for the copy, a line is logged, and training waits while files are
+    copied and written one by one. Jobs run in order, so an export (best/) is complete before the next checkpoint.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         return [job for job in (self._export, self._written, self._published) if job]
 
     def save(self, state: dict[str, Any], extra: shards.Extra | None = None, *, wait: bool = False) -> Path:
-        """Begin the step's checkpoint: the trained parameters, their optimizer state and `state`; all ranks call it.
+        """Begin a step's checkpoint of the trained parameters, their optimizer state and `state`; all ranks call this.
 
-        A step's random state is made from the seed, the step and the rank, so it is not saved. `state` is JSON
-        with the key `step`, and must not change afterwards; `extra` are further tensors, equal on all ranks. With
-        `wait` the checkpoint is complete when this returns, and no host memory is used for a copy.
+        The random state of a step is computed from seed, step and rank, so it is not saved. `state` is a JSON object
+        with the key `step`, and must not change after the call; `extra` are further tensors, equal on all ranks. With
+        `wait`, the checkpoint is complete when the call returns, and no new host memory is used for a whole copy.
         """
         self._finish_checkpoint()
         accelerator, averages = self.accelerator, self.averages
@@ -106,7 +106,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         if first:
             on_gpu = accelerator.device.type == "cuda"
             size = copy_bytes(self.model, self.launch, averaged=averages is not None, on_gpu=on_gpu)
-            self._has_room = self._room_for(size, "what is saved")
+            self._has_room = self._room_for(size, "a checkpoint")
             self._memory = shards.HostCopy() if self._has_room else None
         partial = target.with_name(f".{target.name}.partial")
         if accelerator.is_main_process:
@@ -131,13 +131,13 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         size = sum({id(tensor): tensor.nbytes for tensor in weights.values()}.values())
         return self._room_for(size if self.accelerator.is_main_process else 0, "exported weights")
 
-    def _room_for(self, size: float, what: str) -> bool:
+    def _room_for(self, size: float, contents: str) -> bool:
         """Whether every rank's host memory has room for this copy plus a third of the copy's size."""
         free, reason = host_memory.free_bytes(), None
         if free < size * 4 / 3:
-            reason = f"host memory: a copy of {what} takes {_shown(size)}, and {_shown(free)} are free"
+            reason = f"host memory: a copy of {contents} takes {_shown(size)}, but only {_shown(free)} are free"
         if reason := first_reason(reason):
-            self.log(f"{reason}: training waits for such writes")
+            self.log(f"{reason}; training waits for each write")
         return reason is None
 
     def export(self, write: Callable[[], None] | None) -> None:
@@ -169,7 +169,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         return self._worker.submit(self._explained, work, *arguments)
 
     def _done(self, work: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Do the work in this thread; `finish` raises its errors, as it raises the worker's."""
+        """Do the work in this thread. `finish` raises its errors, as it raises those of the worker thread."""
         job = Future[Result]()
         try:
             job.set_result(self._explained(work, *arguments))
@@ -191,7 +191,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def _write(
         self, write: Callable[..., manifest.Entries], pieces: Iterable[shards.Piece], partial: Path
     ) -> manifest.Entries:
-        """Write this rank's files, once any export has succeeded, and for rank 0 a list of their sizes and SHA-256."""
+        """Write this rank's files, after any export. For rank 0, other ranks list their files' sizes and SHA-256."""
         if self._export is not None:
             self._export.result()
         files = write(pieces)
@@ -229,16 +229,16 @@ def check_disk(
     def check() -> None:
         size, free = checkpoint_bytes(model, averaged=averaged), shutil.disk_usage(run_dir.path).free
         if free < size * checkpoints + (spare := min(size // 3, MOST_SPARE_BYTES)):
-            needs = f"checkpoints need {checkpoints} x {_shown(size)}, other files {_shown(spare)}"
-            fix = "free space (then --resume auto), or lower --keep-checkpoints"
-            raise UserError(f"{run_dir}: {needs}, and {_shown(free)} are free; {fix}")
+            needs = f"checkpoints need {checkpoints} x {_shown(size)}, and other files {_shown(spare)}"
+            fix = "Delete files (then --resume auto), or lower --keep-checkpoints."
+            raise UserError(f"{run_dir}: {needs}, but only {_shown(free)} are free. {fix}")
 
     decided_by_main(accelerator, check)  # other machines may not see the folder yet
 
 
 def checkpoint_bytes(model: Any, *, averaged: bool = False, in_pinned_memory: bool = False) -> int:
-    """Maximum size in bytes of this model's checkpoint, over all ranks: on the disk, or in pinned host memory, where
-    each tensor's size is rounded up."""
+    """Return the maximum size in bytes of this model's checkpoint, over all ranks. With `in_pinned_memory`, this is the
+    size in host memory, where pinning rounds up the size of each tensor."""
     sizes: list[float] = [getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad]
     if in_pinned_memory:
         sizes = [pinned(FLOAT32 * size) / FLOAT32 for size in sizes]

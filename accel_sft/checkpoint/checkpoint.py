@@ -41,8 +41,8 @@ def settle(run_dir: RunDir) -> None:
 
 
 def newest(run_dir: RunDir, resume: str) -> tuple[Path | None, list[str]]:
-    """The checkpoint that `--resume` asks for, if any, and a line for each damaged checkpoint that was skipped.
-    UserError if a named checkpoint, or every checkpoint, is damaged."""
+    """Return the checkpoint to resume (None if there is none), and a line for each damaged checkpoint that was skipped.
+    Raises UserError if the checkpoint that `--resume` names is damaged, or if every checkpoint of the run is."""
     if resume == "off":
         return None, []
     skipped: list[str] = []
@@ -54,11 +54,9 @@ def newest(run_dir: RunDir, resume: str) -> tuple[Path | None, list[str]]:
             defect = printable(str(damage))
         if resume != "auto":
             raise UserError(f"--resume {resume}: {defect}")
-        skipped.append(f"{path}: passed over: {defect}")
+        skipped.append(f"{path}: skipped as damaged: {defect}")
     if skipped:
-        raise UserError(
-            *skipped, f"{run_dir}: none of its checkpoints is whole; to start over, name another --output-dir"
-        )
+        raise UserError(*skipped, f"{run_dir}: all checkpoints are damaged; to start again, name another --output-dir")
     return None, []
 
 
@@ -76,16 +74,16 @@ def undo_after(run_dir: RunDir, step: int) -> list[Path]:
 def load(
     accelerator: Accelerator, model: Any, optimizer: Any, path: Path, averages: Averages | None = None
 ) -> dict[str, Any]:
-    """Load weights, optimizer state and `averages`, written under any parallelism; return the checkpoint's `state`."""
+    """Load weights, optimizer state and `averages` from a checkpoint of any parallelism; return its `state`."""
     state = manifest.about(path)
     if not all(isinstance(state.get(key), dict) for key in ("layout", "loss_scale")):
-        raise UserError(f"{path}: not a checkpoint of accel_sft; name another, or start a new run with --init-from")
+        raise UserError(f"{path}: not a checkpoint of accel_sft; resume another, or start a new run with --init-from")
     before, current = state["layout"].get("precision"), layout_of(accelerator)["precision"]
     if before != current:
-        then, now = ("float32" if precision == "no" else precision for precision in (before, current))
+        saved, new = ("float32" if precision == "no" else precision for precision in (before, current))
         raise UserError(
-            f"{path}: was written in {then}, and this launch computes in {now}; resume it with --mixed_precision "
-            f"{before}, or start a new run from its weights with --init-from"
+            f"{path}: this checkpoint has precision {saved}, but this launch has {new}; resume with --mixed_precision "
+            f"{before}, or start a new run with --init-from"
         )
     shards.read(accelerator, model, optimizer, path, averages)
     if averages:
@@ -106,8 +104,8 @@ def export(
     base: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> None:
     """Write all weights for plain transformers, or an adapter alone for peft, with tokenizer, model card and the files
-    `beside`. With `behind`, this object writes in the background, if host memory has room for a copy. Weights are
-    rounded to `dtype`; `base` is the config.json of the model that full weights were trained from."""
+    `beside`. If host memory has room for a copy, `behind` (if given) writes them in the background. Weights are rounded
+    to `dtype`. `base` is the config.json of the model that a training of all weights started from."""
     if behind:
         behind.finish()
     unwrapped, main = accelerator.unwrap_model(model), accelerator.is_main_process
@@ -143,7 +141,7 @@ def export(
 
 
 def _copy(weights: dict[str, torch.Tensor], model: Any, dtype: torch.dtype | None) -> None:
-    """Replace the weights by copies in host memory, as training changes them; tied names still share one tensor."""
+    """Replace the weights by copies in host memory, because training changes them. Tied names still share a tensor."""
     names_of: dict[int, list[str]] = {}
     for name, tensor in weights.items():
         names_of.setdefault(id(tensor), []).append(name)

@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of AdamW's states that have a value for each element of a parameter."""
 IN_8_BITS = ("state1", "state2")
-"""Names of the states of bitsandbytes' 8-bit AdamW, which are float32 for tensors below 4,096 elements."""
+"""Names of the states of bitsandbytes' 8-bit AdamW. States of tensors below 4,096 elements are float32."""
 AVERAGE = "average"
 """Name, in checkpoints, of the averages of `--ema-decay`."""
 SCALES = ("absmax1", "absmax2")
@@ -66,7 +66,7 @@ class Partition(NamedTuple):
 
 
 def partitions(accelerator: Accelerator, model: Any, optimizer: Any, writing: bool = False) -> Iterator[Partition]:
-    """Yield this rank's partitions. With `writing`, the caller's changes to each are copied to the model's weights."""
+    """Yield this rank's partitions. With `writing`, the caller's changes to a partition reach the model's weights."""
     if accelerator.is_fsdp2:
         _free_gathered(model)
     names = {id(p): name for name, p in accelerator.unwrap_model(model).named_parameters() if p.requires_grad}
@@ -82,8 +82,8 @@ def partitions(accelerator: Accelerator, model: Any, optimizer: Any, writing: bo
 def _of_parameters(
     accelerator: Accelerator, optimizer: Any, names: dict[int, str], writing: bool
 ) -> Iterator[Partition]:
-    """A torch optimizer updates the parameters directly. They are unsharded, FSDP's shards of the first dimension, or
-    shards under tensor parallelism (`by_rows`). In half precision, DeepSpeed's stage 0 updates float32 copies."""
+    """A torch optimizer updates the parameters directly. Parameters may be sharded: by FSDP along the first dimension,
+    or by tensor parallelism (see `by_rows`). In half precision, DeepSpeed's stage 0 updates float32 copies instead."""
     inner = getattr(optimizer, "optimizer", optimizer)
     parameters = stepped = [p for group in inner.param_groups for p in group["params"]]
     if hasattr(optimizer, "fp32_groups"):
@@ -142,7 +142,7 @@ def _of_stages_1_and_2(zero: Any, names: dict[int, str], writing: bool) -> Itera
 
 
 def _of_stage_3(accelerator: Accelerator, zero: Any, names: dict[int, str], writing: bool) -> Iterator[Partition]:
-    """A rank updates its part of every parameter, padded to one size on all ranks. NVMe offload keeps parts on disk."""
+    """A rank updates its part of every parameter. Parts are padded to one size. NVMe offload keeps them on disk."""
     if writing:
         zero._partition_all_parameters()
     for number, parameters in enumerate(zero.fp16_groups):

@@ -42,7 +42,7 @@ TYPES |= {torch.int32: "I32", torch.uint8: "U8", torch.int8: "I8", torch.bool: "
 """Names of element types in safetensors files."""
 
 Extra = Mapping[str, Mapping[str, torch.Tensor]]
-"""Tensors that are neither a parameter nor optimizer state, and equal on all ranks: kind -> name -> tensor."""
+"""Tensors other than parameters and optimizer state, equal on all ranks: kind -> name -> tensor."""
 
 
 Piece = dict[str, torch.Tensor]
@@ -51,8 +51,8 @@ Piece = dict[str, torch.Tensor]
 
 class HostCopy(dict[str, torch.Tensor]):
     """A checkpoint's tensors, copied to host memory, by key. The next checkpoint overwrites the copies, because copying
-    into new memory takes several times as long. `refused` says why the system pins no memory (copies are then
-    slower)."""
+    into new memory takes several times as long. If the system cannot pin memory, `refused` is the reason, and copies
+    are slower."""
 
     refused: str | None = None
 
@@ -71,7 +71,7 @@ class HostCopy(dict[str, torch.Tensor]):
 
 
 class Averages:
-    """Float32 averages of the tensors that the optimizer updates; under ZeRO, of this rank's float32 copies.
+    """Float32 averages of the tensors that the optimizer updates. Under ZeRO it updates this rank's float32 copies.
 
     Averages start as copies of the first weights. Update t (from 0) multiplies the averages by d = min(decay, (1 + t) /
     (10 + t)) and adds 1 - d times the weights, as TensorFlow's ExponentialMovingAverage does. With a constant decay of
@@ -82,7 +82,7 @@ class Averages:
         self.accelerator, self.model, self.optimizer, self.decay = accelerator, model, optimizer, decay
         self.updates = 0  # so far; saved in checkpoints
         self._stepped = [partition.tensor for partition in partitions(accelerator, model, optimizer)]
-        self.tensors = [flat(tensor).to(torch.float32, copy=True) for tensor in self._stepped]  # as in `partitions`
+        self.tensors = [flat(tensor).to(torch.float32, copy=True) for tensor in self._stepped]  # order of `partitions`
         self._plain: list[torch.Tensor | None] = []
 
     def update(self) -> None:
@@ -93,8 +93,8 @@ class Averages:
             average.lerp_(flat(tensor).float(), 1 - decay)
 
     def put_in(self) -> None:
-        """Have the model compute with the averages until `take_out`, which restores every bit; all ranks call it. Under
-        DeepSpeed the averages are copied to the forwards' weights; otherwise both are swapped, tensor by tensor."""
+        """Have the model compute with the averages until `take_out`, which restores every bit; all ranks call this.
+        Under DeepSpeed the averages are copied to the forwards' weights; otherwise averages and weights are swapped."""
         masters = []
         for partition, average in zip(self._partitions(), self.tensors, strict=True):
             if partition.copied:
@@ -152,7 +152,7 @@ def copied(
         for span in partition.spans if partition.written else []:
             moments = {key: partition.state[key] for key in partition.kinds if key in partition.state}
             for kind, tensor in {"weights": partition.tensor, **moments, **averaged}.items():
-                # `tensor` may be swapped in from NVMe only for a moment
+                # copy now: with NVMe offload, `tensor` is in memory only until the next partition
                 copy(_key(kind, span), flat(by_rows(tensor))[span.offset : span.offset + span.size])
             for key in SCALES:
                 if key in partition.state:
@@ -232,9 +232,9 @@ def read_extra(folder: Path) -> Extra:
 
 
 def _count_up(optimizer: Any, steps: int) -> None:
-    """Run this many steps of DeepSpeed's CPU Adam on a tensor of zeros. The optimizer multiplies up the powers of its
-    betas step by step. If it began at a later step, it would compute them directly, with other last bits."""
-    # the group has the run's betas; under accelerate, the optimizer's `defaults` keep the library's own
+    """Run this many steps of DeepSpeed's CPU Adam on a tensor of zeros. In each step the optimizer multiplies
+    the powers of its betas once. If it began at a later step, it would compute the powers directly, with other bits."""
+    # the group has the run's betas; under accelerate, the optimizer's `defaults` has DeepSpeed's
     beta1, beta2 = optimizer.param_groups[0]["betas"]
     zeros = [torch.zeros(1) for _ in range(4)]
     for step in range(1, steps + 1):
@@ -250,7 +250,7 @@ def loss_scale(accelerator: Accelerator, model: Any) -> dict[str, float]:
 
 
 def set_loss_scale(accelerator: Accelerator, model: Any, saved: dict[str, float]) -> None:
-    """Restore the loss scaler's state. If another library saved it, a new scale is searched; some steps are skipped."""
+    """Restore the loss scaler's state. If another library saved it, the scaler starts anew, and skips some steps."""
     if accelerator.scaler is not None:
         if saved.keys() == accelerator.scaler.state_dict().keys():
             accelerator.scaler.load_state_dict(saved)
@@ -289,7 +289,7 @@ class _Stored:
                 ) from None
 
     def copy(self, kind: str, span: Span, into: Any) -> None:
-        """Copy this kind's elements of the span to the span's place in the tensor `into`."""
+        """Copy the span's saved elements of this kind to the span's place in the tensor `into`."""
         heartbeat()
         rows = by_rows(into)
         target, copied = flat(rows)[span.offset : span.offset + span.size], 0
@@ -303,12 +303,12 @@ class _Stored:
             into.detach().copy_(rows.redistribute(placements=into.placements))
         if copied != span.size:
             raise UserError(
-                f"{self.folder}: has {kind} of {copied:,} of {span.size:,} elements of {span.name}: another "
-                "model or version wrote it; start a new run with --init-from"
+                f"{self.folder}: has {kind} for only {copied:,} of {span.size:,} elements of {span.name}: another "
+                "model or version wrote this checkpoint; start a new run with --init-from"
             )
 
     def tensor(self, kind: str, name: str) -> torch.Tensor:
-        """The whole tensor of this kind and name (one that was not saved in spans)."""
+        """The tensor of this kind and name, which was saved whole, not in spans."""
         ((_, file, key),) = self.places[kind, name].values()
         tensor: torch.Tensor = file.get_tensor(key)
         return tensor

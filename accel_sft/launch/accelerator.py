@@ -116,13 +116,13 @@ def _waiting_for_ranks(launch: Launch) -> contextlib.AbstractContextManager[None
 
 
 def group_timeout(hang_timeout: int) -> datetime.timedelta:
-    """How long a rank may wait in a collective. It is longer than `--hang-timeout` (0: no limit), because the watchdog
-    names the hung rank and torch's error does not. It is at least an hour: a rank may be downloading a model."""
+    """How long a rank may wait in a collective: longer than `--hang-timeout` (0: no limit), because the watchdog names
+    the hung rank and torch's error does not, and at least an hour, because a rank may be downloading a model."""
     return datetime.timedelta(seconds=max(hang_timeout + 300, 3600)) if hang_timeout else WITHOUT_LIMIT
 
 
 def _rendezvous_of_this_attempt(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """Yield store, rank and world size. The store's prefix hides addresses that the previous attempt left there."""
+    """Yield store, rank and world size. The store's prefix hides addresses that the previous attempt wrote."""
     host, port, rank, ranks = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
     store = TCPStore(host, int(port), int(ranks), is_master=False)
     yield PrefixStore(f"attempt-{restarts()}", store), int(rank), int(ranks)
@@ -202,10 +202,10 @@ def prepare_model(
 
 
 def _arrange_buckets(model: DistributedDataParallel) -> None:
-    """Before the first step, run a backward on zeros so that DDP rebuilds buckets and gradients are views into them."""
-    # DDP would rebuild after the first backward of each start or resume. That backward multiplies gradients by 1/N,
-    # later ones divide by N: on three or more ranks a resumed run would have different bits. Its gradients would also
-    # need extra memory. The gradients of the weights' sum arrive in about the order of a real backward.
+    """Run a backward on zeros before the first step. DDP then rebuilds its buckets, and gradients are views of them."""
+    # Otherwise DDP would rebuild them after the first step's backward, which multiplies gradients by 1/N, while later
+    # backwards divide by N: on three or more ranks, a resumed run would have different bits. The gradients of the first
+    # step would also need extra memory. The gradients of the weights' sum arrive in about the order of a real backward.
     model.reducer.prepare_for_backward([])
     total = torch.stack([weight.sum().float() for weight in model.parameters() if weight.requires_grad]).sum()
     (0 * total).backward()  # type: ignore[no-untyped-call] # torch's
@@ -214,7 +214,7 @@ def _arrange_buckets(model: DistributedDataParallel) -> None:
 
 def _gather_with_their_modules(model: torch.nn.Module) -> None:
     """Make ZeRO-3 gather a module's ParameterDict entries (AdaLoRA's layers have them) before that module's forward.
-    Otherwise DeepSpeed would gather them on access, in a different order from the step that DeepSpeed has recorded."""
+    Otherwise DeepSpeed would gather them on access, in a different order than in the step that DeepSpeed recorded."""
     for module in model.modules():
         for child in module.children():
             for parameter in child.parameters() if isinstance(child, torch.nn.ParameterDict) else ():
@@ -226,7 +226,7 @@ def _gather_with_their_modules(model: torch.nn.Module) -> None:
 
 def shard_for_evaluation(accelerator: Accelerator, model: Any) -> Any:
     """Prepare a model for evaluation only: ZeRO-3 or FSDP shards its weights over the ranks. Under tensor parallelism
-    they are sharded already."""
+    the weights are sharded already."""
     if groups.tensor_ranks(accelerator) > 1:
         return groups.prepare(accelerator, model)
     if not accelerator.is_fsdp2:
@@ -240,7 +240,7 @@ def shard_for_evaluation(accelerator: Accelerator, model: Any) -> Any:
 
 def _name_blocks(accelerator: Accelerator, model: Any) -> None:
     """Name the blocks that FSDP shards one by one, unless the launch names them. Accelerate's own choice fails for
-    models such as Gemma 3: they name block classes that only other models of their family have."""
+    models such as Gemma 3, which also name block classes of other models in the same family."""
     if accelerator.is_fsdp2 and (plugin := accelerator.state.fsdp_plugin).transformer_cls_names_to_wrap is None:
         classes = {type(module).__name__ for module in model.modules()}
         plugin.transformer_cls_names_to_wrap = sorted(classes & {*(getattr(model, "_no_split_modules", None) or ())})
@@ -258,8 +258,6 @@ def verify_engine(accelerator: Accelerator, launch: Launch, model: Any, max_grad
         "precision": (launch.precision[0], precision),
         "ranks": (accelerator.num_processes, model.seq_dp_world_size),
     }
-    wrong = [
-        f"{name}: DeepSpeed runs {real}, asked for {wanted}" for name, (wanted, real) in pairs.items() if wanted != real
-    ]
+    wrong = [f"{name}: DeepSpeed has {real}, not {wanted}" for name, (wanted, real) in pairs.items() if wanted != real]
     if wrong:
         raise UserError(*wrong)

@@ -39,12 +39,12 @@ _REFUSED = {
     "data_efficiency": "changes what a step learns",
     "weight_quantization": "changes what a step learns",
     "zenflow": "applies a part of each gradient some steps late",
-    "torch_autocast": "would compute in another precision than the run's",
+    "torch_autocast": "would compute in a different precision from the run's",
     "tensor_parallel": "is not supported: use accelerate_configs/tp.yaml instead",
     "optimizer": "must not be set: --learning-rate and --weight-decay decide",
     "scheduler": "must not be set: --lr-scheduler decides",
 }
-"""Maps the sections of DeepSpeed's JSON that would change the mathematics of a step to what they do."""
+"""Sections of DeepSpeed's JSON that would change the mathematics of a step, each with its effect."""
 _LOSSY = "zero_quantized_weights", "zero_quantized_gradients", "communication_data_type", "grad_accum_dtype"
 """Keys of DeepSpeed's JSON that can make gradients less exact."""
 _DECIDED = {
@@ -55,11 +55,11 @@ _DECIDED = {
     "activation_checkpointing": "--gradient-checkpointing",
     "dynamo_backend": "--compile",
 }
-"""Maps each key of a launch that has no effect to the trainer's option that replaces the key."""
+"""Keys of a launch that have no effect, each with the trainer's option that replaces the key."""
 
 
 def audit(config: TrainConfig, launch: Launch, devices: int | None = None) -> list[Finding]:
-    """Audit a launch before anything is loaded. `devices` is the number of visible accelerators, counted by default.
+    """Audit a launch before anything is loaded. `devices` is the number of visible accelerators; None: count them.
     Returns the findings, errors first."""
     devices = device_count() if devices is None else devices
     where = f"{launch.config_file or 'the launch'}"
@@ -114,22 +114,22 @@ def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
     # if a file asks for more ranks than the machine has devices, the surplus ranks have ended (`fitted`)
     fitted = "num_processes" not in launch.arguments and launch.world_size == devices
     if requested and launch.world_size != int(requested) and not (fitted and launch.world_size < int(requested)):
-        what = f"{where}: {requested} processes asked for, {launch.world_size} started"
+        what = f"{where}: {requested} processes requested, but {launch.world_size} started"
         yield error(what, "set distributed_type to MULTI_GPU or DEEPSPEED; start the same number on all machines")
     tasks = launch.environment.get("SLURM_STEP_NUM_TASKS", "1")  # not set in an sbatch script without srun
     if launch.world_size == 1 and tasks != "1":
-        fix = "srun one accelerate launch for each machine (docs/multinode.md)"
+        fix = "let srun start one accelerate launch per machine (docs/multinode.md)"
         yield warning(f"srun starts {tasks} separate runs: no launcher joins them", fix)
     if devices:
         yield from audit_devices(launch, devices, where)
     if launch.backend == "fsdp" and not devices:
         what = f"{where}: FSDP needs GPUs; on CPUs each rank would silently train a model of its own"
-        yield error(what, "accelerate_configs/z2.yaml or z3.yaml run on a CPU")
+        yield error(what, "use accelerate_configs/z2.yaml or z3.yaml, which run on CPUs")
     if launch.backend == "megatron":
         yield error(f"{where}: MEGATRON_LM is not supported", "use DEEPSPEED, FSDP or MULTI_GPU")
     dropped = launch.environment.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     if launch.backend == "deepspeed" and dropped:
-        what = "ACCELERATE_USE_CPU is set: Accelerate would drop DeepSpeed in silence"
+        what = "ACCELERATE_USE_CPU is set, so Accelerate would silently drop DeepSpeed"
         yield error(what, "unset it; DeepSpeed finds the CPU by itself")
     hidden = launch.environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or dropped or launch.yaml.get("use_cpu")
     if not devices and not hidden and NVIDIA.exists():
@@ -137,7 +137,7 @@ def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
         fix = "update the driver (see nvidia-smi), or get torch for this driver: bash setup.sh in the checkout"
         yield error(what, f'{fix}; to train on the CPU, set CUDA_VISIBLE_DEVICES=""')
     if launch.yaml.get("use_cpu") and devices:
-        what = f"{where}: use_cpu: true is ignored, {devices} GPUs will be used"
+        what = f"{where}: use_cpu: true has no effect, and {devices} GPUs will be used"
         yield warning(what, 'set CUDA_VISIBLE_DEVICES="" to train on the CPU')
 
 
@@ -149,11 +149,11 @@ def _precision(launch: Launch, devices: int) -> Iterator[Finding]:
     elif launch.json and requested and requested[0] != value:
         level = error if "mixed_precision" in launch.arguments else warning
         what = f"{source} fixes the precision to {value}, but the launch says {requested[0]}"
-        yield level(what, 'set "enabled": "auto" in its bf16 and fp16 sections; --mixed_precision then decides')
+        yield level(what, 'set "enabled": "auto" in the JSON\'s bf16 and fp16 sections; --mixed_precision then decides')
     if value not in ("no", "fp16", "bf16"):
-        yield error(f"mixed_precision {shown(value)} ({source}) is not supported", "--mixed_precision bf16, fp16 or no")
+        yield error(f"mixed_precision {shown(value)} ({source}) is not supported", "use bf16, fp16 or no")
     if value == "fp16" and not devices:
-        yield error(f"mixed_precision fp16 ({source}) needs a GPU", "--mixed_precision bf16 or no")
+        yield error(f"mixed_precision fp16 ({source}) needs a GPU", "use --mixed_precision bf16 or no")
     if value == "bf16":
         import torch
 
@@ -161,7 +161,7 @@ def _precision(launch: Launch, devices: int) -> Iterator[Finding]:
             able, why = computes_bf16(torch.device("cuda" if devices else "cpu"))
             if not able:
                 what = f"mixed_precision bf16 ({source}): {why}, and emulates it slowly"
-                yield warning(what, f"--mixed_precision {'fp16' if devices else 'no'}")
+                yield warning(what, f"use --mixed_precision {'fp16' if devices else 'no'}")
 
 
 def _not_used(launch: Launch, config: TrainConfig, where: str) -> Iterator[Finding]:
@@ -185,10 +185,10 @@ def _not_used(launch: Launch, config: TrainConfig, where: str) -> Iterator[Findi
 def _deepspeed(launch: Launch, where: str) -> Iterator[Finding]:
     """Report DeepSpeed settings that change the training result, and those that DeepSpeed would refuse at the start."""
     given = {**launch.json, **(launch.json.get("data_types") or {}), **launch.zero}
-    for key, why in _REFUSED.items():
+    for key, effect in _REFUSED.items():
         section = given.get(key)
         if section and not (isinstance(section, dict) and section.get("enabled") is False):
-            yield error(f"{where}: {key} {why}", "remove it")
+            yield error(f"{where}: {key} {effect}", "remove it")
     exact = None, False, "auto", "fp32", (launch.named_precision or ("", ""))[0]
     for key in _LOSSY:
         if given.get(key) not in exact:
@@ -204,8 +204,8 @@ def _deepspeed(launch: Launch, where: str) -> Iterator[Finding]:
     for what, least in (("optimizer", 1), ("param", 3)):
         device = launch.offload(what)
         if launch.stage < (needed := {"cpu": least, "nvme": 3}.get(device, 0)):
-            line = f"{where}: offload_{what} to {device} needs stage {needed}, this is stage {launch.stage}"
-            yield error(line, f"zero_stage: {needed}, or no offload")
+            problem = f"{where}: offload_{what} to {device} needs ZeRO stage {needed}, not {launch.stage}"
+            yield error(problem, f"set zero_stage to {needed}, or offload nothing")
 
 
 def _invalid(launch: Launch, where: str) -> Iterator[Finding]:

@@ -86,7 +86,7 @@ def launch(
     """Run `command` until it ends or `limit_seconds` have passed. It runs in its own session, so that Ctrl-C reaches
     this process only. Its processes are marked with the run's `folder`, and all output goes to `log`.
 
-    When the call ends, even by an interrupt, no process of the launch is left; otherwise `kill_all` raises UserError.
+    When the call ends, even by an interrupt, no process of the launch still runs, or UserError is raised.
     """
     began = time.monotonic()
     variables = {**for_launches(), **environment, MARK: str(folder)}
@@ -127,8 +127,8 @@ def kill_all(folder: Path) -> None:
     while left := _marked(folder):
         if time.monotonic() > until:
             pids = ", ".join(str(process.pid) for process in left)
-            why = "cannot be killed, and may be waiting for a device or a file system"
-            raise UserError(f"process {pids}: {why}; restart the machine, then give the same command again")
+            problem = "cannot be killed, and may be waiting for a device or a file system"
+            raise UserError(f"process {pids} {problem}; restart the machine, then run the same command again")
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()

@@ -23,7 +23,7 @@ milliseconds in 32 bits."""
 
 
 def by_each_rank(work: Callable[[], Result | None]) -> list[Result]:
-    """Call `work` on every rank; return all results, by rank. On UserErrors, all ranks raise the lowest rank's."""
+    """Call `work` on every rank; return all results, by rank. After UserErrors, all raise that of the lowest rank."""
     mine: tuple[Any, Any]
     try:
         mine, wrong = (work(), None), None
@@ -57,14 +57,14 @@ def largest_of_ranks(mine: float) -> float:
 
 
 def largest(readings: dict[str, Result], prefix: str = "") -> dict[str, Result]:
-    """Return each name, after `prefix`, with the largest of all ranks' readings; None if no rank has one."""
+    """Map each name, with `prefix` before it, to the largest of all ranks' readings; to None if no rank has one."""
     every = gather_object([readings])
     return {prefix + k: max((e[k] for e in every if e[k] is not None), default=readings[k]) for k in readings}
 
 
 @exchange()
 def gather_numbers(mine: list[float]) -> list[list[float]]:
-    """Return every rank's numbers, by rank; all ranks pass the same count. A single collective, cheap enough for steps.
+    """Return every rank's numbers, by rank, with a single collective. All ranks must pass equally many numbers.
 
     The numbers are exchanged as float64: integers up to 2**53 are exact.
     """

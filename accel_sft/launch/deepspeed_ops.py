@@ -25,8 +25,8 @@ OPERATORS = {
 operator is for and how long it compiles."""
 
 _UNUSED = "deepspeed_shm_comm"
-"""Operator that DeepSpeed compiles for every group of CPU ranks. Only `inference_all_reduce` runs it, which training
-never calls."""
+"""Operator that DeepSpeed compiles for every group of CPU ranks. Only `inference_all_reduce` uses it, and training
+never calls that function."""
 
 
 def operators(launch: Launch) -> list[str]:
@@ -50,12 +50,12 @@ def audit_compilers(needed: list[str], devices: int) -> Iterator[Finding]:
     """Yield an error for each compiler, header or library that this machine lacks to compile these operators."""
     if not needed:
         return
-    compiled = f"DeepSpeed compiles {', '.join(needed)} here, and"
+    compiled = f"DeepSpeed must compile {', '.join(needed)}, but"
     missing, compiler = [*lacking("CXX", "c++")], os.environ.get("CXX", "c++")
-    for what, fix in missing:
-        yield error(f"{compiled} {what}", fix)
+    for problem, fix in missing:
+        yield error(f"{compiled} {problem}", fix)
     if not missing and (major := _gcc_major(compiler)) < 9:
-        yield error(f"{compiled} {compiler} is GCC {major}", "GCC 9 or newer is needed; name it in CXX")
+        yield error(f"{compiled} {compiler} is GCC {major}", "install GCC 9 or newer, and name it in CXX")
     if "async_io" in needed and not _has_libaio():
         fix = "apt-get install libaio-dev, or use accelerate_configs/z3_offload.yaml"
         yield error("NVMe offload needs libaio with its header, which is missing", fix)
@@ -71,14 +71,14 @@ def lacking(variable: str, usual: str) -> Iterator[tuple[str, str]]:
     compiler is the one that the environment variable names, else the usual one."""
     compiler = os.environ.get(variable, usual)
     if not shutil.which(compiler):
-        yield f"there is no compiler ({compiler})", f"apt-get install g++, or name one in {variable}"
+        yield f"there is no compiler ({compiler})", f"apt-get install g++, or name a compiler in {variable}"
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
         yield "Python's headers are missing", "apt-get install python3-dev"
 
 
 def audit_locks(name: str) -> Iterator[Finding]:
-    """Yield a warning if this operator is locked: another process compiles it, or was killed while compiling, in which
-    case torch would wait forever."""
+    """Yield a warning if this operator is locked: another process is compiling it, or was killed while it compiled. In
+    the latter case torch would wait forever."""
     lock = library(name).with_name("lock")
     if lock.exists() and time.time() - lock.stat().st_mtime > 60:  # a younger lock may belong to a rank of this launch
         fix = "delete the file if no other launch is running"

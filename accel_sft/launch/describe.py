@@ -45,7 +45,7 @@ def _groups(launch: Launch) -> str:
     if launch.sequence_ranks > 1:
         return f", rows shared by {launch.sequence_ranks} ranks"
     copies = launch.world_size // launch.shard_ranks if launch.backend == "fsdp" else 1
-    return f", {copies} copies over {launch.shard_ranks} ranks each" if copies > 1 else ""
+    return f", {copies} copies of the model, each on {launch.shard_ranks} ranks" if copies > 1 else ""
 
 
 def launch_record(accelerator: Accelerator, launch: Launch) -> dict[str, Any]:

@@ -24,7 +24,7 @@ _QUIET = {
 
 _THREADS = "OMP_NUM_THREADS"
 _before: dict[str | None, str | None] = {}
-"""Maps the value that `share_cores` wrote to OMP_NUM_THREADS to the user's own value."""
+"""Maps each value that `share_cores` has set in OMP_NUM_THREADS to the user's value."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 """Lets the GPU's allocator fill the gaps that forwards of different lengths leave. Do not add
 pinned_max_round_threshold_mb, an option of torch 2.13 that pins host memory without rounding: a request may then get a
@@ -52,7 +52,7 @@ def prepare_environment(debug: bool = False) -> None:
     os.environ.setdefault(*WITHOUT_CUDNN)
     scripts = sysconfig.get_path("scripts")
     if Path(scripts, "ninja").is_file():
-        # this Python's ninja comes before the system's: a ninja of another version compiles all operators anew
+        # this Python's ninja comes first: a ninja of another version would compile all operators again
         os.environ["PATH"] = os.pathsep.join((scripts, os.environ.get("PATH", "")))
     for name, value in ({} if debug else _QUIET).items():
         os.environ.setdefault(name, value)
@@ -68,8 +68,8 @@ def for_launches() -> dict[str, str]:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Context manager that imports libraries without garbage collections (which would take 8% of the time), and
-    excludes the imported objects from later collections."""
+    """Context manager for imports: stops garbage collections, which would take 8% of the time, and excludes the
+    imported objects from later collections."""
     gc.disable()
     try:
         yield
@@ -122,7 +122,7 @@ def threads_per_process() -> int:
 
 
 def device_count() -> int:
-    """Return how many accelerators ranks can be spread over; 0 with Apple's (MPS), which has no collectives."""
+    """Return how many accelerators ranks can be spread over; 0 for Apple's MPS, which has no collectives."""
     import torch
 
     if not torch.accelerator.is_available():  # checked first: without one, torch 2.6 raises in the call below

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from accel_sft.api.errors import UserError, first_line
 
 _shared: dict[str, Callable[..., Any]] = {}
-"""DeepSpeed's attention over a group, by the name of the attention that it computes with."""
+"""Maps a name such as `sdpa` to DeepSpeed's attention over a group of ranks, which calls the attention of this name."""
 _GROUPS = "num_key_value_groups"
 _groups: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
 """Query heads per key head of each attention module, to restore after sequence parallelism: if there are more ranks
@@ -39,8 +39,8 @@ def tensor_ranks(accelerator: Accelerator) -> int:
 
 
 def row_groups(accelerator: Accelerator) -> tuple[int, int]:
-    """Return the number of groups with their own rows, and the index of this rank's group. Without tensor parallelism,
-    each rank is a group."""
+    """Return the number of groups that compute different rows, and the index of this rank's group. Without tensor
+    parallelism, each rank is a group."""
     ranks = tensor_ranks(accelerator)
     return accelerator.num_processes // ranks, accelerator.process_index // ranks
 
@@ -59,8 +59,8 @@ def prepare(accelerator: Accelerator, model: Any, *optimizer: Any) -> Any:
     try:
         prepared = accelerator.prepare(model, *optimizer)
     except ValueError as error:  # DeepSpeed or Accelerate cannot divide the heads or cut the layers
-        line = first_line(error)
-        raise UserError(f"sequence parallelism over {ranks} ranks: {line}; train with z3.yaml instead") from error
+        reason = first_line(error)
+        raise UserError(f"sequence parallelism over {ranks} ranks: {reason}; train with z3.yaml instead") from error
     _groups.update({module: getattr(module, _GROUPS) for module in model.modules() if hasattr(module, _GROUPS)})
     # DeepSpeed has put its own attention into every forward. It ignores masks: allow it only in `shared_rows`
     _shared[name] = ALL_ATTENTION_FUNCTIONS.pop(name)

@@ -39,10 +39,10 @@ class Launch:
 
     arguments: Mapping[str, str]  # the launcher's own flags by name without dashes; empty without a launcher
     config_file: Path | None
-    text: str  # the launch file's
+    text: str  # content of the launch file
     yaml: Mapping[str, Any]
-    json_file: Path | None  # DeepSpeed's, which the yaml names
-    json: Mapping[str, Any]  # {} without one
+    json_file: Path | None  # DeepSpeed's JSON, which the yaml names
+    json: Mapping[str, Any]  # content of the JSON; {} without one
     environment: Mapping[str, str]  # this rank's variables, among them those that `accelerate launch` sets
     users_precision_variable: str = ""  # the user's value; "" under `accelerate launch`, which overwrites it
     resolved: tuple[str, str] | None = None  # the precision chosen for a launch that names none, and why
@@ -79,7 +79,9 @@ class Launch:
             return 0
         stage = self.zero.get("stage", 0) if self.json_file else self._deepspeed_variable("ZERO_STAGE", "2")
         if not str(stage).isdecimal():
-            raise UserError(f"{self.json_file or self.config_file}: ZeRO stage {one_line(str(stage))}: 0, 1, 2 or 3")
+            raise UserError(
+                f"{self.json_file or self.config_file}: ZeRO stage {one_line(str(stage))} must be 0, 1, 2 or 3"
+            )
         return int(stage)
 
     @property
@@ -107,7 +109,7 @@ class Launch:
 
     @property
     def offload_ratio(self) -> float:
-        """Share of the sub-groups whose optimizer states are offloaded if any are (DeepSpeed's Twin-Flow); 1: all."""
+        """Share of sub-groups with offloaded optimizer states in DeepSpeed's Twin-Flow, else 1; NaN if invalid."""
         ratio = (self.zero.get("offload_optimizer") or {}).get("ratio", 1.0) if self.backend == "deepspeed" else 1.0
         try:
             return float(ratio)
@@ -115,7 +117,7 @@ class Launch:
             return math.nan
 
     def nvme_path(self, what: str) -> Path:
-        """The folder for `optimizer` or `param` under NVMe offload; accelerate 1.15 does not pass it to the ranks."""
+        """The folder for `optimizer` or `param` under NVMe offload; ranks do not get it from accelerate 1.15."""
         key = f"offload_{what}_nvme_path"
         inside = (self.zero.get(f"offload_{what}") or {}).get("nvme_path")
         named = self.arguments.get(key) or (self.yaml.get("deepspeed_config") or {}).get(key) or inside
@@ -136,7 +138,7 @@ class Launch:
 
     @property
     def shard_ranks(self) -> int:
-        """Number of ranks that a copy of the model is sharded over, if it is; under HSDP, fewer than all ranks."""
+        """Number of ranks that share a copy of the model if it is sharded; under HSDP, fewer than all ranks."""
         copies = self.parallelism.get("dp_replicate", 1) if self.backend == "fsdp" else 1
         return max(self.world_size // copies, 1)
 
@@ -157,7 +159,7 @@ class Launch:
         return self._deepspeed_variable("ZERO3_SAVE_16BIT_MODEL", "false").lower() == "true"
 
     def json_enabled(self, precision: str) -> str:
-        """`true`, `false`, `auto` or `none`: what the JSON says of `bf16` or `fp16`."""
+        """The value of `enabled` in the JSON's section `bf16` or `fp16`: `true`, `false`, `auto` or `none`."""
         return str((self.json.get(precision) or {}).get("enabled")).lower()
 
     @property
@@ -182,7 +184,7 @@ class Launch:
 
     @property
     def requested_precision(self) -> tuple[str, str] | None:
-        """The precision that command line, yaml or a variable names, and which of these does; None if none does."""
+        """The precision in the command line, the yaml or a variable, and where it is named; None if it is not named."""
         value = self.environment.get(PRECISION, "no").lower()
         if "mixed_precision" in self.arguments:
             return value, "--mixed_precision"
@@ -203,8 +205,8 @@ def shipped() -> dict[str, Path]:
 
 def launch_of_yaml(path: str | Path, *flags: str) -> Launch:
     """The launch that `accelerate launch --config_file PATH FLAGS` would start here, read from the environment that its
-    first rank would get. Raises UserError if the launcher would refuse it. It calls accelerate's own functions, which
-    import torch."""
+    first rank would get. Raises UserError if the launcher would refuse the file. Calls accelerate's own functions,
+    which import torch."""
     if _read_yaml(Path(path))[1].get("mixed_precision") is False:
         raise UserError(f"launch file {path}: mixed_precision: write 'no' in quotes: YAML reads a bare no as false")
     command = ["accelerate", "launch", "--config_file", str(path), *flags]
@@ -212,7 +214,7 @@ def launch_of_yaml(path: str | Path, *flags: str) -> Launch:
 
 
 def launch_of_this_process() -> Launch:
-    """The launch that this process belongs to; a launch of one process without a launcher."""
+    """The launch that this process belongs to; without a launcher, a launch of one process."""
     return read_launch(os.environ, *launcher_command())
 
 
@@ -269,7 +271,9 @@ def _handed_over(path: Path, command: list[str]) -> dict[str, str]:
             args.deepspeed_fields_from_accelerate_config = ""
             processes, machines, machine = int(args.num_processes), int(args.num_machines), int(args.machine_rank or 0)
             if not 1 <= machines <= processes:
-                raise ValueError(f"num_processes {processes} on {machines} machines: give at least one for each")
+                raise ValueError(
+                    f"num_processes {processes} on {machines} machines: give at least one process for each"
+                )
             local = processes // machines
             ranks = {"WORLD_SIZE": f"{local * machines}", "LOCAL_WORLD_SIZE": f"{local}", "LOCAL_RANK": "0"}
             ranks["RANK"] = f"{local * machine if machines > 1 else 0}"
@@ -304,9 +308,9 @@ def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
         value = todo.pop()
         todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     if todo:
-        raise UserError(f"launch file {path}: its aliases make more than {_MOST_VALUES:,} values; write them out")
+        raise UserError(f"launch file {path}: its aliases make more than {_MOST_VALUES:,} values; write the values out")
     if not isinstance(content, dict):
-        raise UserError(f"launch file {path}: write one `key: value` a line")
+        raise UserError(f"launch file {path}: write one `key: value` per line")
     _check_sections(f"launch file {path}", content, [key for key in content if str(key).endswith("_config")])
     return text, content
 

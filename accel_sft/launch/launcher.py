@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 PARENT = os.getppid()
-"""Process id of the parent. Read before torch is imported: if the launcher were killed during the import, which takes
+"""Process id of the parent, read before torch is imported. If the launcher were killed during the import, which takes
 seconds, a later read would give another process's id."""
 _ACCELERATE = re.compile(r"accelerate([-_.]|$)")
 _TORCHRUN = re.compile(r"(torchrun|torch\.distributed\.run)$")
@@ -24,13 +24,13 @@ def launcher_command() -> tuple[list[str], Path]:
 
 
 def torchrun_command() -> list[str]:
-    """Command line of the torchrun that started this process; empty without it, and under `accelerate launch`."""
+    """Command line of the torchrun that started this process; empty without torchrun, and under `accelerate launch`."""
     started = "TORCHELASTIC_RUN_ID" in os.environ and not launcher_command()[0]
     return _command(_above(_TORCHRUN))[0] if started else []
 
 
 def under_launcher() -> bool:
-    """Whether a launcher that still runs started this process: torchrun, or `accelerate launch` above it."""
+    """Whether torchrun started this process, or an `accelerate launch` that still runs."""
     return "TORCHELASTIC_RUN_ID" in os.environ or bool(launcher_command()[0])
 
 
@@ -45,7 +45,7 @@ def will_restart() -> bool:
 
 
 def launcher_flags(command: list[str]) -> dict[str, str]:
-    """The launcher's own `--name value` flags, by name without dashes. A script's flags (other names) count too."""
+    """The launcher's `--name value` flags, by name without dashes. A script's flags, with other names, are included."""
     flags: dict[str, str] = {}
     for index, word in enumerate(command):
         if (word == "-m" and index > 2) or word == "--module":
@@ -81,7 +81,7 @@ def _is_launcher(word: str) -> bool:
 
 
 def _above(program: re.Pattern[str]) -> Any:
-    """The nearest ancestor of this process whose command matches `program`, a `psutil.Process`; else None."""
+    """The nearest ancestor process (a `psutil.Process`) whose command matches `program`; None if no command does."""
     import psutil
 
     for process in psutil.Process().parents():

@@ -1,5 +1,5 @@
-"""Describes this machine and its software, and reads what slows it down: other users of its cores and GPUs, steal,
-quotas, throttled clocks (NaN: unknown). No torch."""
+"""Describes this machine and its software, and reads what slows it down: other processes on its cores and GPUs, steal,
+CPU quotas and throttled clocks. NaN means unknown. No torch."""
 
 import contextlib
 import math
@@ -102,7 +102,7 @@ class CoreClock:
 
 
 def _core_seconds() -> list[float]:
-    """The time, and how many seconds this process's cores have been busy, idle, stolen and held: see proc(5)."""
+    """The time, and the seconds that this process's cores were busy, idle, stolen and held; NaN if unknown."""
     try:
         lines = (host_memory.SYSTEM / "proc/stat").read_text().splitlines()
     except OSError:
@@ -131,7 +131,7 @@ slowed down: limits are rounded to watts, and even on a quiet machine the clock 
 
 
 class GpuState(NamedTuple):
-    """The clock of a GPU's multiprocessors, also as a share of its highest, and the REASONS bits for a lower clock."""
+    """The clock of a GPU's multiprocessors, its share of the highest clock, and the REASONS bits for a lower clock."""
 
     mhz: float = math.nan
     clock_share: float = math.nan
@@ -178,7 +178,7 @@ def slowed_by(reasons: float) -> str:
 
 
 def open_gpu(uuid: str) -> tuple[Any, Any]:
-    """Return the module `pynvml` and its handle of the GPU with torch's UUID: NVML's indices count hidden GPUs too."""
+    """Return the module `pynvml`, and its handle of the GPU with torch's UUID. (NVML's indices count hidden GPUs.)"""
     import pynvml
 
     pynvml.nvmlInit()

@@ -20,30 +20,30 @@ def audit_parallelism(launch: Launch, where: str, *, batching: str, micro_batch_
     """Yield errors for parallelism that is not supported, and for sizes that do not fit the number of processes."""
     named = [name for name in launch.arguments if name.startswith("parallelism_config_")]
     if named and not launch.parallelism:
-        what = f"--{named[0]} would be ignored in silence: {where} has no parallelism_config"
-        yield error(what, "write it there; accelerate_configs/hsdp.yaml and z3_sp.yaml are examples")
+        what = f"--{named[0]} would be silently ignored, because {where} has no parallelism_config"
+        yield error(what, "add one; accelerate_configs/hsdp.yaml and z3_sp.yaml are examples")
     if not _is_supported(launch):
         sizes = ", ".join(f"{name} {size}" for name, size in launch.parallelism.items() if size > 1)
         over = f"{launch.world_size} ranks ({launch.backend})"
         what = f"{where}: parallelism_config of {sizes} over {over} is not supported"
         yield error(what, "choose other sizes or remove them; hsdp.yaml, z3_sp.yaml and tp.yaml are examples")
     if launch.tensor_ranks > 1 and launch.precision[0] == "fp16":
-        what = f"{where}: float16 under tensor parallelism: ranks would see different overflows"
-        yield error(what, "--mixed_precision bf16 or no")
+        what = f"{where}: under tensor parallelism in float16, ranks would see different overflows"
+        yield error(what, "use --mixed_precision bf16 or no")
     if launch.sequence_ranks > 1:
         if launch.stage == 3 and launch.zero.get("reduce_scatter") is False:
-            what = "reduce_scatter false: DeepSpeed would scale gradients by the size of parameters"
+            what = "with reduce_scatter false, DeepSpeed would scale gradients by the size of parameters"
             yield error(f"{launch.json_file}: {what}", "remove it")
         for flag, value, allowed in (("--batching", batching, "padded"), ("--micro-batch-size", micro_batch_size, "1")):
             if value not in ("auto", allowed):
                 what = f"{flag}: under sequence parallelism a forward is one row, shared by several ranks"
                 yield error(what, "leave it out")
     if launch.backend == "fsdp" and launch.environment.get("FSDP_VERSION", "1") != "2":
-        yield error(f"{where}: FSDP 1 is not supported", "fsdp_version: 2 below fsdp_config")
+        yield error(f"{where}: FSDP 1 is not supported", "set fsdp_version: 2 in fsdp_config")
 
 
 def _is_supported(launch: Launch) -> bool:
-    """Whether the launch runs one kind of parallelism, on its own backend, with sizes that fit the number of ranks."""
+    """Whether the launch has one kind of parallelism, with a backend for it and sizes that fit the number of ranks."""
     copies, shard, tensor, context, sequence = (launch.parallelism.get(name, 1) for name in DIMENSIONS)
     ranks = launch.world_size
     if context > 1 or tensor > 1:
@@ -79,8 +79,8 @@ def sized(launch: Launch, processes: int) -> tuple[str, ...]:
 
 
 def fitted(launch: Launch, devices: int) -> Launch:
-    """Return the launch as a machine with `devices` accelerators runs it: with one rank for each, if the file asks for
-    more ranks. The number stays if the command line names it, on several machines, and with `parallelism`."""
+    """Return the launch with one rank per accelerator if the file asks for more ranks than there are `devices`. The
+    number of ranks stays if the command line names it, on several machines, and with a `parallelism_config`."""
     grouped = launch.parallelism or launch.machines > 1
     if grouped or "num_processes" in launch.arguments or "num_processes" not in launch.yaml:
         return launch
@@ -91,18 +91,18 @@ def fitted(launch: Launch, devices: int) -> Launch:
 
 
 def audit_devices(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
-    """Yield an error for more ranks than accelerators, and a note if the file does not ask for one rank on each."""
+    """Yield an error for more ranks than accelerators, and a note if the file does not ask for one rank each."""
     ranks, gpus = launch.local_world_size, f"{devices} GPU{'s' * (devices > 1)}"
     if ranks > devices:
-        fix = f"--num_processes {devices * launch.machines}"
+        fix = f"use --num_processes {devices * launch.machines}"
         if launch.parallelism:
-            fix = f"accelerate_configs/fsdp2.yaml runs on {gpus}"
-        yield error(f"{ranks} processes on this machine, {gpus}", fix)
+            fix = f"use accelerate_configs/fsdp2.yaml, which runs on {gpus}"
+        yield error(f"{ranks} processes would share this machine's {gpus}", fix)
     elif "num_processes" in launch.yaml and "num_processes" not in launch.arguments and launch.machines == 1:
         most = devices - devices % ranks if launch.parallelism else devices  # ranks may form groups
         if ranks < most:
             flags = " ".join(sized(launch, most))
-            yield note(f"{where}: {ranks} of this machine's {gpus} used", f"for more, add {flags} before -m")
+            yield note(f"{where}: {ranks} of this machine's {gpus} are used", f"to use more, add {flags} before -m")
         elif (requested := int(launch.yaml["num_processes"])) > ranks:  # int(): the file may quote the number
-            what = f"{where}: for {requested} processes, but this machine has {gpus}"
-            yield note(what, "one process runs on each; the loss curve is the same")
+            what = f"{where}: {requested} processes requested, but this machine has {gpus}"
+            yield note(what, "one process runs per GPU; the loss curve is the same")

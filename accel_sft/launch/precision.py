@@ -15,7 +15,7 @@ from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import PRECISION
 
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
-"""Names in /proc/cpuinfo of instructions that multiply bf16: on Intel; on Intel and AMD; on ARM. With AVX-512 alone
+"""Names in /proc/cpuinfo of instructions that multiply bf16: Intel's, Intel's and AMD's, and ARM's. With AVX-512 alone
 oneDNN accepts bf16 too, but emulates it, many times slower than float32."""
 
 
@@ -65,8 +65,7 @@ def choose_precision(launch: Launch, device: Any, precision_of_run: str | None =
     named = launch.named_precision[0] if launch.named_precision else None
     ranks = gather_object([(named, precision_of_run, *computes_bf16(device))])
     if len(names := dict.fromkeys(name or "none" for name, *_ in ranks)) > 1:
-        what = f"the ranks' launches name different precisions: {', '.join(names)}"
-        raise UserError(f"{what}; give all machines the same launch")
+        raise UserError(f"ranks have different precisions ({', '.join(names)}); use one launch file on all machines")
     if named:
         return launch
     precision_of_run = ranks[0][1]

@@ -44,8 +44,8 @@ _IN_TEXT = tuple(
 
 
 def recordable(value: Any, name: str = "") -> Any:
-    """Return `value` in a form that JSON can hold. At any depth, HIDDEN replaces a value that is named as a secret,
-    and texts are `masked`."""
+    """Return `value` in a form that JSON can hold. At any depth, HIDDEN replaces a value whose name marks a
+    secret, and texts are `masked`."""
     if _is_secret(name, value):
         return HIDDEN
     if isinstance(value, dict):
@@ -77,7 +77,7 @@ def masked(text: str) -> str:
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
-    """The words of a command line, `masked`. HIDDEN replaces values of options and variables named as secrets."""
+    """The words of a command line, `masked`. HIDDEN replaces values of options and variables that name secrets."""
     shown, name = [], ""  # the name of the option whose value comes next
     for word in words:
         flag, equals, value = word.partition("=")
@@ -99,7 +99,7 @@ def without_secrets(content: Mapping[str, Any]) -> str | None:
 
 
 def command_line(words: Sequence[str]) -> str:
-    """Return a command line for a shell, with the name of its program but no folder, and without secrets."""
+    """Return a command line for a shell, with the program's name but not its folder, and without secrets."""
     program, *rest = masked_words(words)
     return shlex.join([Path(program).name, *rest])
 

@@ -1,4 +1,4 @@
-"""The start of a command on each rank: audits the launch, builds the Accelerator, prints launch and settings."""
+"""Starts a command on each rank: audits the launch, builds the Accelerator, prints launch and settings."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def start(
 ) -> tuple[Accelerator, Launch]:
     """Audit a launch, build its Accelerator, and print the findings; in a dry run or an evaluation, also `show` it.
 
-    Takes the launch from `begin`, and returns it with its precision. Without `train` this is an evaluation.
+    `launch` is from `begin`; it is returned with its precision. Without `train`, the command is an evaluation.
     """
-    # notes concern training only: an evaluation is not slower without a launcher, and has the evaluated run's precision
+    # notes, such as on unused GPUs, concern training only
     findings = [finding for finding in audit(config, launch) if train or finding.level != "note"]
     refuse(findings)
     with quiet(None, config.debug) as stream:
@@ -93,7 +93,7 @@ def show(
         return
     launched = describe(accelerator, launch)
     if train and launch.backend == "plain" and not launch.environment.get(PRECISION):
-        launched += f"; for several: {BY_FILE}"
+        launched += f"; for several processes: {BY_FILE}"
     lines = [f"run       {folder}: {launched}" if folder else f"launch    {launched}"]
     lines.append(printable(f"settings  {_settings_line(config, task, train)}"))
     for line in lines + ["the launch is valid; data and model were not checked"] * config.dry_run:

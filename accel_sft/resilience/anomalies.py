@@ -1,4 +1,4 @@
-"""Reports NaN or infinite losses and gradients, and the examples of such steps, which change no weights."""
+"""Reports steps with a NaN or infinite loss or gradient, and their examples. Such steps change no weights."""
 
 import json
 import math
@@ -15,8 +15,8 @@ _SHOWN = 8
 
 
 class Anomalies:
-    """Checks loss and gradient norm of every step; both are the same on every rank. One rank `writes` the file. Under
-    fp16 an infinite gradient is no anomaly: gradients overflow until the scaler has found a loss scale."""
+    """Checks each step's loss and gradient norm, which are the same on every rank. Only a rank with `writes` writes the
+    file. Under fp16 an infinite gradient is no anomaly: gradients overflow until the scaler has found a loss scale."""
 
     def __init__(
         self, run_dir: RunDir, on_nonfinite: str, precision: str, log: Callable[[str], None], writes: bool
@@ -46,14 +46,14 @@ class Anomalies:
             record = json_safe({"step": step, "loss": loss, "grad_norm": grad_norm, "examples": indices})
             with self.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
-        what = f"the gradient's norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
-        first = ", ".join(map(str, indices[:_SHOWN]))
-        message = f"step {step}: {what}, and the step was not applied; "
-        message += f"its training examples are {first} (all in {self.file})"
+        problem = f"the gradient norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
+        first_examples = ", ".join(map(str, indices[:_SHOWN]))
+        message = f"step {step}: {problem}, so the step was skipped; "
+        message += f"its training examples are {first_examples} (all in {self.file})"
         self._in_a_row += 1
         if self.on_nonfinite == "stop":
-            raise UserError(f"{message}; look at them, and continue with --resume auto --on-nonfinite skip")
+            raise UserError(f"{message}. Check the examples, then continue with --resume auto --on-nonfinite skip")
         if self._in_a_row >= MOST_IN_A_ROW:
             fix = "start a new run with a lower --learning-rate"
-            raise UserError(f"{message}; that was the {MOST_IN_A_ROW}th in a row: {fix}")
-        self.log(f"{message}; skipped")
+            raise UserError(f"{message}; this is the {MOST_IN_A_ROW}th such step in a row; {fix}")
+        self.log(message)

@@ -22,7 +22,7 @@ from accel_sft.io.text import one_line, printable
 from accel_sft.resilience import peers
 
 _REPEATED = "same error as another rank on this machine"
-"""Message that a rank records if another rank has failed before with the same error."""
+"""Message that a rank records if another rank has already failed with the same error."""
 EXPLAIN_SECONDS = 7.0
 """Maximum number of seconds that a rank with an unexpected error waits to learn whether a rank on another machine
 failed first, and so broke this rank's collectives. `peers` shares a failure within six seconds."""
@@ -31,9 +31,9 @@ DISK_SECONDS = 3.0
 
 
 class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
-    """Ends the process when its body raises. A UserError prints a line for each problem. An interrupt, an error of
-    click or a lost rank prints one line. Any other error prints a traceback; with `debug`, every error does. If ranks
-    of a machine fail with the same message, one of them prints the message; torchrun's summary has it too."""
+    """Context manager that ends the process when its body raises. A UserError prints a line for each problem, and with
+    `debug` also a traceback. An interrupt, an error of click or a lost rank prints one line. Any other error prints a
+    traceback. If several ranks of a machine fail with the same message, only one of them prints it."""
 
     def __init__(self) -> None:
         self.debug = self._succeeded = False
@@ -84,8 +84,8 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
         return f"{trace}Error: unexpected in {place}: {summary}", message
 
     def _skip_teardown(self) -> None:
-        """If this rank succeeded, end its process before Python tears down its modules: a thread of gloo that then
-        drops its last tensor would abort the process (pytorch/pytorch#179291)."""
+        """If this rank succeeded, end its process before Python tears down its modules. During that teardown, a gloo
+        thread that frees its last tensor would abort the process (pytorch/pytorch#179291)."""
         if self._succeeded and os.environ.get("WORLD_SIZE", "1") != "1":
             _leave(0)
 
@@ -136,10 +136,10 @@ def _earlier_failures() -> list[tuple[int, str]]:
 
 def report(text: str, message: str, file: TextIO | None = None, *, failed: bool = True) -> None:
     """Record the message for torchrun's summary, print the text to `file` or standard error, and tell the other ranks
-    if this rank `failed`. If ranks of a machine have the same text, only the first prints it and tells others."""
+    if this rank `failed`. If ranks of a machine have the same text, only the first prints and tells."""
     first = _is_first(text)
     if own := _record_file():
-        # torchrun takes the failure with the earliest time, in whole seconds, for the cause
+        # for torchrun, the failure with the earliest time (in whole seconds) is the cause
         stamp = max([int(time.time()) + (not first), *(1 + earlier for earlier, _ in _earlier_failures())])
         message = message if first else _REPEATED
         # in the form of torchrun's ErrorHandler, but without a call stack: torchrun would show that instead

@@ -25,7 +25,7 @@ from accel_sft.launch.launcher import restarts
 
 POLL_SECONDS = 0.5
 EXPLAIN_SECONDS = 5.0
-"""After a rank's connection ended, other ranks of its machine have this many seconds to report how the rank ended.
+"""After a rank's connection has ended, other ranks of its machine have this many seconds to report how the rank ended.
 Ranks that wait in C report it `signals.UNHANDLED_SECONDS` after their launcher's SIGTERM."""
 KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 """Makes the kernel probe the other machine after 20 quiet seconds, and give up after 60. This is needed because a
@@ -37,13 +37,13 @@ _LONGEST, _FAREWELL = 1000, b"."
 
 
 class Peers:
-    """The other ranks of this launch: the `store` that all share (None if it cannot be reached), and the first
-    `failure` of any of them, as a sentence ("" until a failure is known)."""
+    """The other ranks of this launch: the `store` that all ranks share (None if it cannot be reached), and the first
+    `failure` of another rank, as a sentence ("" until a failure is known)."""
 
     def __init__(self) -> None:
         self.rank, self.ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.store, self.failure = _store(), ""
-        self._lines: dict[int, socket.socket] = {}  # connections: rank 0's to each rank, or this rank's to 0
+        self._lines: dict[int, socket.socket] = {}  # rank -> connection: on rank 0 to all others, else to 0
         self._hub: socket.socket | None = None  # rank 0's listening socket
         self._over = threading.Event()
         self._thread = _started(self._watch) if self.store is not None else None
@@ -51,7 +51,7 @@ class Peers:
         os.register_at_fork(after_in_child=self._close)  # a child would keep the connections of a dead rank alive
 
     def publish(self, rank: int, host: str, message: str) -> None:
-        """Write the failure of a rank into the store, if there is one; only the first failure of a launch is kept."""
+        """If there is a store, write a rank's failure into it. The store keeps only the first failure of a launch."""
 
         def share() -> None:
             with contextlib.suppress(RuntimeError):  # the store may have ended with the launcher
@@ -121,15 +121,15 @@ class Peers:
             line = socket.create_connection((address, port), timeout=10)
             line.sendall(json.dumps([self.rank, socket.gethostname()]).encode())
         except OSError as error:
-            what = f"rank {self.rank} cannot call rank 0 at {address}:{port} ({error})"
-            then = "if a rank there is killed, this run ends only after --hang-timeout seconds"
-            print(f"note: {what}: {then}", file=terminal(), flush=True)
+            problem = f"rank {self.rank} cannot connect to rank 0 at {address}:{port} ({error})"
+            effect = "if one of the two is killed, the run ends only after --hang-timeout seconds"
+            print(f"note: {problem}; {effect}", file=terminal(), flush=True)
         else:
             _started(self._listen, 0, host, line)
 
     def _listen(self, rank: int, host: str, line: socket.socket) -> None:
-        """Wait for the end of a connection. If the rank sent no farewell, and no other rank explains its end, report
-        the end as a failure. Calls to the store come last: they block if the store's machine is lost."""
+        """Wait for the end of a rank's connection. If the rank sent no farewell, and no other rank explains its end,
+        report a failure. Calls to the store come last, because they block if the store's machine is lost."""
         self._lines[rank] = line
         line.settimeout(None)
         line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -140,7 +140,7 @@ class Peers:
             if line.recv(1):
                 return
         if not self._over.wait(EXPLAIN_SECONDS) and not self.failure:
-            message = "ended without an error message, or its machine was lost; its launcher there may say more"
+            message = "ended without an error message, or its machine was lost; see the output of its launcher"
             self._learn(rank, host, message)
             self.publish(rank, host, message)
 
@@ -169,8 +169,8 @@ def several_machines() -> bool:
 
 
 def tell(message: str) -> None:
-    """Tell ranks of other machines why this rank fails, even if it is not connected yet; ranks of this machine read its
-    error.json."""
+    """Tell ranks of other machines why this rank fails, even if this rank is not connected yet. Ranks of this machine
+    read its error.json."""
     if _joined or ("RANK" in os.environ and several_machines() and _agent_store()):
         joined().publish(joined().rank, socket.gethostname(), message)
 
@@ -217,6 +217,6 @@ def _store() -> Any:
         store = TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=20), wait_for_workers=False)
     except (RuntimeError, ValueError, OSError):
         return None
-    # A launcher's own store survives a restart of the ranks. Any other store is new after each restart, and its
+    # A launcher's own store survives a restart of the ranks. Any other store is new after each restart, and the
     # machines may disagree on the count: under c10d only the machine that lost a rank counts the restart.
     return PrefixStore(f"watch-{restarts() if _agent_store() else 0}", store)

@@ -27,7 +27,7 @@ _LIBRARIES = re.compile(
 
 def waits(frame: FrameType) -> bool:
     """Return whether the main thread, now in this frame, waits for other ranks or for a device that waits for them."""
-    # further out than 8 frames, a frame of DeepSpeed's engine may only have called a model's or a task's code
+    # 8 frames only: further out, DeepSpeed's engine may just have called the code of a model or a task
     for outer, _ in itertools.islice(traceback.walk_stack(frame), 8):
         if _WAITING.search(outer.f_code.co_filename):
             return True
@@ -35,8 +35,8 @@ def waits(frame: FrameType) -> bool:
 
 
 def place(frame: FrameType) -> str:
-    """The innermost line of code outside of the standard library and `_LIBRARIES`. Other packages in site-packages
-    count, because a task may be installed there."""
+    """The innermost line of code outside the standard library and `_LIBRARIES`; "library code" if there is none. Other
+    packages in site-packages count, because a task may be installed there."""
     standard = sysconfig.get_path("stdlib")
     for outer, line in traceback.walk_stack(frame):
         file = outer.f_code.co_filename
@@ -63,7 +63,7 @@ def process_beside(rank: int) -> psutil.Process | None:
 
 
 def state(rank: int, host: str) -> str:
-    """Name a rank's machine if it is not this one; otherwise the state of the rank's process."""
+    """The machine of a rank if it is not this machine; otherwise the state of the rank's process."""
     if host not in ("", socket.gethostname()):
         return f"on {host}"
     process = process_beside(rank)

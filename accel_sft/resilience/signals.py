@@ -19,7 +19,7 @@ from accel_sft.resilience.exit import failed_peer, lost_peers, record_end, repor
 WATCH_SECONDS = 1.0
 """Seconds between two checks that the launcher is still there."""
 ECHO_SECONDS = 5.0
-"""Under a launcher, a second signal within this many seconds counts as the first one's copy: Slurm sends a signal to
+"""Under a launcher, a second signal within this many seconds counts as a copy of the first: Slurm sends a signal to
 every process of a job, and the launcher also passes its own signal on to its ranks."""
 UNHANDLED_SECONDS = 4.0
 """Seconds after which a signal counts as not handled: the main thread is then in C, and may wait there for a rank that
@@ -27,7 +27,7 @@ has ended. The launcher kills its ranks after 30 seconds."""
 
 
 class Interruption(KeyboardInterrupt):
-    """Ends the run after a signal; the trainer writes a checkpoint before it lets this through."""
+    """Ends the run after a signal. The trainer catches it, writes a checkpoint, and raises it again."""
 
     def __init__(self, number: int, step: int, command: str) -> None:
         name = signal.Signals(number).name
@@ -38,9 +38,9 @@ class Interruption(KeyboardInterrupt):
 class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
     """Within this context, SIGTERM and SIGINT end the process; while `deferred`, only a second signal ends it.
 
-    If its launcher has ended, a rank ends too. Unless it got a signal before, it then writes no file: a later run may
-    already write there. A main thread that waits for other ranks in C handles no signal: then the watching thread ends
-    the process, during start-up or if a rank was lost.
+    If a rank's launcher ends, and no signal came before, the rank ends without writing more files, because a later run
+    may already use the folder. A main thread that waits for other ranks in C handles no signal.
+    The watching thread then ends the process, but only during start-up or if a rank was lost.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
         self._leave_alone()
 
     def _leave_alone(self) -> None:
-        """Restore the handlers from before; a second call does nothing."""
+        """Restore the previous signal handlers; a second call does nothing."""
         if self._before and self._watches:
             signal.set_wakeup_fd(-1)
         while self._before:
@@ -89,14 +89,14 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
 
     def failing(self) -> None:
         """Prepare to end with an error: end at once if the launcher has ended, else ignore SIGTERM from now on. The
-        launcher sends it within a tenth of a second after a rank has ended, before other ranks can report."""
+        launcher sends it within a tenth of a second after a rank has ended, before other ranks can report errors."""
         self.exit_if_orphaned()
         if self._launcher is not None:
             self._before.pop(signal.SIGTERM, None)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def lost_peers(self, seconds: float = 0.0) -> str:
-        """What `exit.lost_peers` returns, then the command that continues the run, or that the launcher restarts it."""
+        """The sentence from `exit.lost_peers`, then how to continue the run; "" if no rank was lost."""
         lost = lost_peers(seconds)
         if lost and will_restart():
             return f"{lost}; the launcher starts the ranks again"
@@ -122,7 +122,8 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
                         record_end(self.run_dir, lost)
                     os._exit(1)
                 if not self.deferred and not self.number:
-                    _log(f"rank {os.environ.get('RANK', '0')}: {signal.Signals(number).name} during start-up: ended\n")
+                    name = signal.Signals(number).name
+                    _log(f"rank {os.environ.get('RANK', '0')} was ended by {name} during start-up\n")
                     os._exit(128 + number)
             self.exit_if_orphaned()
 

@@ -43,7 +43,7 @@ more with more) does not count."""
 
 
 class Sign(NamedTuple):
-    """What a rank's watching thread publishes about its main thread."""
+    """What the watching thread of a rank publishes about the rank's main thread."""
 
     tick: int  # number of the publication
     stalled: int  # whole seconds since the last progress
@@ -53,8 +53,8 @@ class Sign(NamedTuple):
 
 
 class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
-    """Within this context, ends the run if no rank makes progress for `seconds` (0: no limit), and names the ranks that
-    hang. A rank that waits for a failed rank, on this machine or another, is ended too, even with 0 seconds."""
+    """Context manager that ends the run if no rank makes progress for `seconds` (0: no limit), and names the ranks that
+    hang. It also ends a rank that waits for a failed rank, on this machine or another, even with 0 seconds."""
 
     def __init__(self, seconds: float, run_dir: RunDir | None = None) -> None:
         self.seconds, self.run_dir = seconds or math.inf, run_dir
@@ -131,7 +131,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         self._has_worked(self.rank, 1.0)  # these writes are no progress
 
     def _exchange(self, sign: Sign) -> dict[int, Sign]:
-        """Publish this rank's sign, and return it; once this rank has stalled for too long, return all ranks' signs."""
+        """Publish this rank's sign, and return it; if this rank has stalled for too long, return all ranks' signs."""
         signs = {self.rank: sign}
 
         def exchange() -> None:
@@ -162,7 +162,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         return cpu >= LEAST_CPU * seconds or count >= LEAST_BYTES * seconds
 
     def _all_hang(self, signs: dict[int, Sign], now: float, elapsed: float) -> bool:
-        """Whether no rank makes progress. A silent rank counts as making progress if it uses CPU or files (in C)."""
+        """Whether no rank makes progress. During start-up, a silent rank that uses CPU or files makes progress."""
         if not self._answers() and self.ranks > 1 and signs[self.rank].waiting:
             return False  # this rank waits for ranks whose signs cannot be read
         for rank, sign in signs.items():
@@ -174,7 +174,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         return all(sign.stalled >= self.seconds for rank, sign in signs.items() if rank not in self._silent)
 
     def _end(self, signs: dict[int, Sign]) -> None:
-        """End this rank, after one of all ranks has reported the culprits."""
+        """End this rank. The first rank to call this reports the culprits; other ranks wait for GRACE_SECONDS."""
         speaks = True
         with contextlib.suppress(RuntimeError):  # if the store has ended, this rank may be the only one left
             speaks = not self._answers() or self._store.add("spoken", 1) == 1
@@ -184,7 +184,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         os._exit(1)
 
     def _leave(self, message: str, kill: Collection[int] = ()) -> NoReturn:
-        """Report why the run ends, kill those of the ranks `kill` that are on this machine, and end this rank."""
+        """Report why the run ends, kill the ranks in `kill` that run on this machine, and end this rank."""
         exit.report(f"Error: {message}", message, terminal())
         for process in filter(None, map(process_beside, kill)):
             with contextlib.suppress(psutil.Error):  # a stopped process handles no other signal
@@ -201,10 +201,10 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
             if rank in self._silent:
                 how = f"does not respond ({state(rank, signs[rank].host)}), last seen in"
             culprits.append(f"rank {rank} {how} {signs[rank].place}")
-        end = "; if it was still working, set a longer --hang-timeout" if activity_counts() else ""
+        advice = "; if it was still working, set a longer --hang-timeout" if activity_counts() else ""
         if self.run_dir:
-            end += f"; stacks are in {self.run_dir.stacks('*')}; continue with --resume auto"
+            advice += f"; stacks are in {self.run_dir.stacks('*')}; continue with --resume auto"
         return (
             f"nothing has moved for {max(sign.stalled for sign in signs.values())} seconds (--hang-timeout): "
-            f"{'; '.join(culprits)}{end}"
+            f"{'; '.join(culprits)}{advice}"
         )

@@ -1,4 +1,4 @@
-"""The conformance kit of tasks: a test class to subclass. pytest collects it, and importing it needs no pytest."""
+"""Conformance tests for tasks: a test class to subclass. pytest collects the subclass; this module needs no pytest."""
 
 from accel_sft.testing.conformance import TaskConformance
 

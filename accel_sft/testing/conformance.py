@@ -18,20 +18,20 @@ from accel_sft.chat.conversation import conversation, read_split
 from accel_sft.chat.pictures import Picture
 
 CODES = {
-    "T101": ("the class breaks the contract of tasks", "give it the methods and options that are named here"),
-    "T102": ("its options are refused by problems()", "construct it with values that problems() accepts"),
-    "T103": ("its options do not make the same task again", "keep an option's value as it was given"),
-    "T201": ("dataset() fails, or gives no sequence of examples", "return a sequence with at least one example"),
-    "T202": ("messages() or target() fails, or gives no conversation", "return chat messages, and a text as target"),
-    "T203": ("a target is empty, and training leaves the row out", "write the answer, or take the row out"),
-    "T204": ("calling a method again gives another result", "draw nothing at random in a call; seed it in dataset()"),
-    "T205": ("another process gets other data", "seed random numbers, and sort sets: their order differs by process"),
-    "T301": ("prompts of validation are in training", "split by what the prompt says"),
-    "T401": ("score() or aggregate() fails on a right answer", "give numbers by name, the main metric among them"),
-    "T402": ("a right answer does not score best", "let score() take what target() gives as perfect"),
-    "T403": ("score() or aggregate() fails on what a model may write", "score what cannot be read as wrong"),
-    "T404": ("a wrong answer scores as well as the right one", "score wrong answers lower"),
-    "T405": ("scores cannot be written as JSON", "give numbers, texts, lists and dicts of them; NaN is not allowed"),
+    "T101": ("the class breaks the contract of tasks", "correct the named methods and options"),
+    "T102": ("problems() refuses the task's options", "construct the task with values that problems() accepts"),
+    "T103": ("the task cannot be copied with the same options", "store each option's value unchanged"),
+    "T201": ("dataset() fails, or returns no sequence of examples", "return a sequence with at least one example"),
+    "T202": ("messages() or target() fails, or returns no conversation", "return chat messages, and a text as target"),
+    "T203": ("a target is empty, so training leaves the row out", "add the answer, or remove the row"),
+    "T204": ("a second call returns a different result", "draw random numbers in dataset() only, with a fixed seed"),
+    "T205": ("two processes get different data", "seed random numbers, and sort sets: a set's order varies by process"),
+    "T301": ("prompts of validation are also in training", "put rows with equal prompts into one split"),
+    "T401": ("score() or aggregate() fails on a right answer", "return a dict of numbers that has the main metric"),
+    "T402": ("a right answer does not score best", "let score() give the best score to the text of target()"),
+    "T403": ("score() or aggregate() fails on text that a model may write", "treat unreadable text as a wrong answer"),
+    "T404": ("a wrong answer scores as well as the right one", "give wrong answers a worse score"),
+    "T405": ("scores cannot be written as JSON", "return numbers, texts, lists or dicts; NaN is not allowed"),
 }
 """Code -> what is wrong, and how to fix it. A code never changes its meaning."""
 SPLITS = ("train", "validation")
@@ -40,17 +40,17 @@ GARBAGE = ("", " \n", "\0", "{", "[[[", "null", "-1e999", "�" * 50, "no such a
 
 
 class TaskConformance:
-    """Subclass it as `class TestMine(TaskConformance): task = MyTask()`; pytest then runs every test below.
+    """Subclass this as `class TestMine(TaskConformance): task = MyTask()`; pytest then runs every test below.
 
     Attributes:
         task: the task, with the options that its data needs.
-        examples: at most this many examples of each split are checked, evenly spread; all are checked for leaks.
-        leaks_allowed: a reason why prompts of validation may be in training; empty: they may not.
-        best: what the main metric of right answers must be. None: 1 (or 0, if lower is better) if that metric lies
-            between 0 and 1, else any number that is better than garbage's.
+        examples: maximum number of examples to check in each split, evenly spread; all are checked for leaks.
+        leaks_allowed: why prompts of validation may also be in training; if empty, they may not.
+        best: the main metric that right answers must have. With None, a metric between 0 and 1 must be 1 (0 if lower
+            is better), and any other metric must be better than that of garbage.
     """
 
-    __test__ = False  # pytest is to run subclasses only; see __init_subclass__
+    __test__ = False  # pytest must run subclasses only: see __init_subclass__
     task: ClassVar[Task]
     examples: ClassVar[int] = 100
     leaks_allowed: ClassVar[str] = ""
@@ -68,7 +68,7 @@ class TaskConformance:
         values = {setting.name: getattr(self.task, setting.name) for setting in settings(type(self.task))}
         again = type(self.task)(**json.loads(json.dumps(values)))
         changed = [name for name, value in values.items() if getattr(again, name) != value]
-        _hold("T103", [f"{name} was {values[name]!r}, and is {getattr(again, name)!r}" for name in changed])
+        _hold("T103", [f"in the copy, {name} is {getattr(again, name)!r}, not {values[name]!r}" for name in changed])
 
     def test_every_example_is_a_conversation(self) -> None:
         for split in SPLITS:
@@ -84,9 +84,9 @@ class TaskConformance:
             _hold("T204", _differences(split, first, again))
 
     def test_two_ranks_get_the_same_examples(self) -> None:
-        """Each rank is a process of its own, as in training, with its own seed of Python's hashes."""
+        """As in training, each rank is a separate process, with a different seed for Python's hashes."""
         path = pickle.dumps(sys.path)
-        with _fault("T103", "it cannot be pickled: "):
+        with _fault("T103", "pickling failed with "):
             task = pickle.dumps((self.task, self.examples))
         hashes = []
         for number in range(2):
@@ -110,8 +110,8 @@ class TaskConformance:
             prompts = (json.dumps([chat.turns, *map(repr, chat.images)]) for chat in chats)
             seen[split] = {prompt: index for index, prompt in enumerate(prompts)}
         both = [prompt for prompt in seen["validation"] if prompt in seen["train"]]
-        rows = [f"validation {seen['validation'][p]} is train {seen['train'][p]}" for p in both[:3]]
-        _hold("T301", [f"{len(both)} prompts ({', '.join(rows)})"] if both else [])
+        pairs = [f"validation {seen['validation'][p]} equals train {seen['train'][p]}" for p in both[:3]]
+        _hold("T301", [f"{len(both)} prompts ({', '.join(pairs)})"] if both else [])
 
     def test_the_right_answer_scores_best(self) -> None:
         examples, rows = self._answered()
@@ -133,8 +133,8 @@ class TaskConformance:
         for garbage in GARBAGE:
             got = self._metric("T403", [self._score("T403", examples[i], garbage) for i, _ in rows])
             if got >= right if self.task.higher_is_better else got <= right:
-                detail = f"{garbage[:20]!r} gets {got:.4g}, the right answers {right:.4g}"
-                raise AssertionError(finding("T404", f"{self.task.main_metric} of {detail}"))
+                detail = f"{got:.4g} for {garbage[:20]!r}, and {right:.4g} for right answers"
+                raise AssertionError(finding("T404", f"{self.task.main_metric} is {detail}"))
 
     def _dataset(self, split: str) -> Sequence[Any]:
         with _fault("T201"):
@@ -149,7 +149,7 @@ class TaskConformance:
             return conversation(self.task, examples, split, index)
 
     def _answered(self) -> tuple[Sequence[Any], list[tuple[int, str]]]:
-        """Return the validation examples, and index and target of the checked ones whose answer is text, not a call."""
+        """Return the validation examples, and (index, target) of each checked example without tool calls."""
         examples = self._dataset("validation")
         if self.task.main_metric in ("eval_loss", "perplexity"):
             return examples, []
@@ -173,7 +173,7 @@ class TaskConformance:
 
 @contextlib.contextmanager
 def _fault(code: str, doing: str = "") -> Iterator[None]:
-    """Inside, an error becomes a finding with this code."""
+    """Context manager that turns an error into a failed test with this code."""
     try:
         yield
     except Exception as error:
@@ -183,15 +183,15 @@ def _fault(code: str, doing: str = "") -> Iterator[None]:
 
 def finding(code: str, detail: str) -> str:
     """A finding as a failed test shows it: code, meaning, what was seen, and the fix."""
-    what, fix = CODES[code]
-    return f"{code} {what}: {detail}; {fix}"
+    meaning, fix = CODES[code]
+    return f"{code} {meaning}: {detail}; {fix}"
 
 
 def _differences(split: str, first: list[str], again: list[str]) -> list[str]:
     if len(first) != len(again):
-        return [f"{split} has {len(first)} examples, then {len(again)}"]
+        return [f"{split} first has {len(first)} examples, then {len(again)}"]
     different = [index for index, pair in enumerate(zip(first, again, strict=True)) if pair[0] != pair[1]]
-    return [f"{split}: {len(different)} of {len(first)} looked at differ"] if different else []
+    return [f"{split}: {len(different)} of {len(first)} checked examples differ"] if different else []
 
 
 def _hold(code: str, faults: Sequence[str]) -> None:
@@ -200,8 +200,8 @@ def _hold(code: str, faults: Sequence[str]) -> None:
 
 
 def observed(task: Task, split: str, most: int) -> list[str]:
-    """For at most `most` examples, evenly spread: a SHA-256 of messages, target and the split's size. These hashes must
-    be equal at every call and on every rank."""
+    """Return a SHA-256 for each of at most `most` examples, evenly spread. Each hash covers messages, target and the
+    split's size. The hashes must be equal at every call and on every rank."""
     examples = read_split(task, split)
     step = max(1, math.ceil(len(examples) / most))
     chosen = (examples[index] for index in range(0, len(examples), step))
@@ -210,12 +210,12 @@ def observed(task: Task, split: str, most: int) -> list[str]:
 
 
 def _identity(value: Any) -> str:
-    """A value's text for the hash; for an image its pixels, because its own text differs from call to call."""
+    """Return a value as text for the hash. For an image these are its pixels: its repr() differs each time."""
     return repr(Picture(value) if hasattr(value, "tobytes") and hasattr(value, "mode") else value)
 
 
 def rank() -> None:
-    """Act as one rank: read the path and a pickled task from standard input, and write what it observes as JSON."""
+    """Act as one rank: read sys.path and a pickled task from standard input, and write the hashes as JSON."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answer:
         os.dup2(2, 1)  # what the task prints goes to standard error, in order
         sys.stdout = sys.stderr

@@ -1,1 +1,1 @@
-"""The loop and its run folder."""
+"""The training loop, its preparation, and the folder and records of a run."""

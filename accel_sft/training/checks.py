@@ -1,4 +1,4 @@
-"""Checks of a prepared model: Liger's kernels compute the same as before, and gradients reach every trained weight."""
+"""Checks that Liger's kernels do not change a prepared model's results, and that every trained weight has gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from accel_sft.models.kernels import put_kernels_in
 
 _UPDATES = 3
 """Number of updates after which missing gradients are reported. LoRA's A has no gradient in the first update, since B
-starts at zero. After a warm-up from rate 0 it has none in the second update either."""
+starts at zero. If warm-up starts at rate 0, A has none in the second update either."""
 _EXPERT = re.compile(r"(?<=\bexperts\.)\d+(?=\.)")
 _TOLERANCES = {True: (1e-3, 1e-2), False: (0.05, 0.25)}
 """Largest allowed differences in float32 (True) and in reduced precision (False): of the loss in nats per token, and of
@@ -66,7 +66,7 @@ def use_liger_kernels(trial: Trial) -> str:
 
 
 def rounds_updates(accelerator: Accelerator, launch: Launch, model: Any) -> bool:
-    """Whether trained weights have 16 bits and no float32 copies. DeepSpeed keeps such copies (ZeRO; bf16 and fp16)."""
+    """Whether trained weights have 16 bits and no float32 copies. DeepSpeed has copies under ZeRO, bf16 and fp16."""
     copies = launch.backend == "deepspeed" and (launch.stage > 0 or accelerator.mixed_precision != "no")
     return not copies and any(weights.requires_grad and weights.itemsize == 2 for weights in model.parameters())
 
@@ -100,7 +100,7 @@ class Untrained:
             adapter = hasattr(unwrapped, "peft_config")
             fix = "name other layers in --lora-target-modules" if adapter else "leave them out with --train-only"
             self._log(
-                f"warning: weights without a gradient: {len(untrained)} of {len(trained)} trained weights got none in "
+                f"warning: weights without a gradient: {len(untrained)} of {len(trained)} trained weights after "
                 f"{self._updates} steps ({', '.join(self.names)}); {fix}"
             )
 
@@ -115,7 +115,7 @@ class Untrained:
 
 
 def without_experts(untouched: Iterable[str], reached: Iterable[str]) -> list[str]:
-    """The `untouched` weights without the experts that no token has chosen yet: experts of a layer in which some other
-    expert has a gradient."""
+    """The `untouched` weights, except experts that no token has chosen yet: those of a layer in which another expert
+    has a gradient."""
     chosen = {_EXPERT.sub("*", name) for name in reached if _EXPERT.search(name)}
     return [name for name in untouched if _EXPERT.sub("*", name) not in chosen]

@@ -31,7 +31,7 @@ class Claim:
 
     run_dir: RunDir
     config: TrainConfig  # with the run's `template_date`; with `--resume auto` after a restart by the launcher
-    finished: bool  # whether the run is complete; settings that differ from the run's are refused later
+    finished: bool  # whether the run is complete and its settings are unchanged; a change is refused later
     fresh: bool  # whether nothing was in the folder
 
 
@@ -39,7 +39,7 @@ def claim_run_dir(accelerator: Accelerator, launch: Launch, task_name: str, task
     """Create or reuse the run's folder, the same on every rank."""
     begun: list[RunDir] = []  # the folder, once it counts as this run's
     if launch.machines > 1 and not config.output_dir:
-        raise UserError("--output-dir: name a folder that all machines share; this launch has several")
+        raise UserError("--output-dir is missing: the launch has several machines, so name a folder that they share")
 
     def claim() -> Claim:
         note = _note_of_launch()
@@ -50,7 +50,7 @@ def claim_run_dir(accelerator: Accelerator, launch: Launch, task_name: str, task
         if resume not in ("off", "auto") and Path(resume).resolve().parent.parent != path.resolve():
             raise UserError(
                 f"--resume {resume}: not a checkpoint of the run in --output-dir {name}; "
-                "to start a new run from another one's weights, use --init-from"
+                "to start a new run from another run's weights, use --init-from"
             )
         try:
             path = made_folder(path, mine=not (config.output_dir or earlier))
@@ -124,7 +124,7 @@ def _check_shared(accelerator: Accelerator, run_dir: RunDir) -> None:
         while not token.exists():
             if time.monotonic() > until:
                 host, fix = socket.gethostname(), "name a folder on a file system that all machines share"
-                raise UserError(f"--output-dir {run_dir}: {host} does not see what rank 0 wrote there; {fix}")
+                raise UserError(f"--output-dir {run_dir}: {host} does not see a file that rank 0 wrote there; {fix}")
             time.sleep(0.2)
 
     token = decided_by_main(accelerator, written)

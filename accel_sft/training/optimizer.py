@@ -46,8 +46,8 @@ def new_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Op
 class Stepper:
     """Runs backward and update on every backend; the caller, not the backend, decides which micro-batch ends a step.
 
-    Backends average gradients over ranks, so a micro-batch's loss must be sum(nll) * `averaged_over` / N, N being the
-    supervised tokens of the whole step. Under DeepSpeed the engine clips (launch/accelerator.py sets it up);
+    Backends average gradients over ranks, so a micro-batch's loss must be sum(nll) * `averaged_over` / N, where N is
+    the number of supervised tokens in the step. Under DeepSpeed the engine clips (launch/accelerator.py sets it up);
     elsewhere `update` clips. With `ema_decay`, each update that changes weights also updates `averages`.
     """
 
@@ -68,11 +68,11 @@ class Stepper:
             group["lr"] = rate
 
     def boundary(self, last: bool) -> contextlib.AbstractContextManager:
-        """Return a context for one micro-batch's forward and backward; ranks exchange gradients only in the last one.
+        """Return a context for a micro-batch's forward and backward. Ranks exchange gradients in the last micro-batch.
 
-        FSDP ranks reduce and scatter gradients in every micro-batch: otherwise each rank would keep unsharded
-        gradients, in the computing dtype. Only the last micro-batch waits for that exchange; under HSDP, only the
-        last one averages over the groups.
+        FSDP ranks also exchange them (by reduce-scatter) in earlier micro-batches: otherwise each rank would keep
+        unsharded gradients, in the computing dtype. Only the last micro-batch waits for that exchange; under HSDP,
+        only the last one averages over the groups.
         """
         if self.engine is not None:
             self.engine.set_gradient_accumulation_boundary(last)
@@ -127,7 +127,7 @@ class Stepper:
 
     @property
     def averaged_over(self) -> int:
-        """Divisor of the sum of all ranks' gradients; without sequence parallelism, the number of ranks.
+        """What the backend divides the sum of gradients by: the number of ranks, unless ranks share rows or matrices.
 
         Under sequence parallelism each rank has the gradient of its part of a row. DeepSpeed 0.19 divides the sum of
         these gradients by the number of groups at stages 0 to 2, and by the number of all ranks at stage 3.
@@ -148,7 +148,7 @@ class Stepper:
         return forwards_alone(self.accelerator)
 
     def discard_gradients(self) -> None:
-        """Drop a step's gradients before its repetition. DeepSpeed's must be NaN on all ranks: `update` skips NaN."""
+        """Drop a step's gradients before it is repeated. DeepSpeed's are NaN on all ranks, so `update` skips them."""
         if self.engine is not None:
             self.update(0)
         self._clear_gradients()
@@ -156,7 +156,7 @@ class Stepper:
             torch.cuda.empty_cache()
 
     def _clear_gradients(self) -> None:
-        """Drop the gradients, or zero them under DDP: there they are views of buckets, and new tensors need memory."""
+        """Drop the gradients. Under DDP they are views of its buckets, so zero them: new tensors would need memory."""
         self.optimizer.zero_grad(set_to_none=not isinstance(self.model, DistributedDataParallel))
 
     def _unmanaged_norm(self) -> float | None:
@@ -169,7 +169,7 @@ class Stepper:
 
 class Whole:
     """The trained weights whose names contain a given text, unsharded, before and after one update. If the backend
-    shards, they are copies. All methods are collectives."""
+    shards, the weights are copies. All methods are collectives."""
 
     def __init__(self, accelerator: Accelerator, model: Any, optimizer: Any, part: str, of_gradients: bool) -> None:
         self.backend = accelerator, model, optimizer

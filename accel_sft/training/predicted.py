@@ -93,7 +93,7 @@ def _peak_flops(device: torch.device, job: Job) -> float | None:
 def job_of_run(
     config: TrainConfig, weights: str, launch: Launch, device: torch.device, log: Callable[[str], None]
 ) -> Job | None:
-    """The run as a job of `plan`, with a forward of one token: the real size is chosen later, by free memory. If the
+    """The run as a `Job`, with a forward of one token, because the real size is chosen later, by free memory. If the
     model's parameters cannot be counted, this is logged, and the result is None."""
     from transformers.utils import cached_file
 
@@ -123,8 +123,8 @@ def job_of_run(
 
 
 def _misfits(job: Job, force: bool) -> list[str]:
-    """Warnings if the run may not fit in this rank's free memory. If the model states alone do not fit, raise UserError
-    unless `force`."""
+    """Return warnings if the run may not fit in this rank's free memory, else []. If the model states alone do not fit,
+    raise UserError unless `force`."""
     free = {"host": float(host_memory.free_bytes())}
     if job.device == "cuda":
         free["device"] = float(torch.cuda.mem_get_info()[0])
@@ -136,15 +136,15 @@ def _misfits(job: Job, force: bool) -> list[str]:
     predicted = estimate(job)
     peaks = {"device": predicted.device_peak_bytes, "host": predicted.host_needed_bytes}
 
-    def line(place: str, what: str, size: float) -> str:
-        of_free = f"{size / GIB:.1f} GiB, and {free[place] / GIB:.1f} are free"
-        return f"{where[place]}: {what} {of_free}; see `accel-sft plan` for a launch that fits"
+    def line(place: str, need: str, size: float) -> str:
+        sizes = f"{size / GIB:.1f} GiB, but only {free[place] / GIB:.1f} GiB are free"
+        return f"{where[place]}: {need} {sizes}; see `accel-sft plan` for a launch that fits"
 
     states = "the model states alone take"
     lines = [line(place, states, size) for place, size in least.items() if size > free.get(place, math.inf)]
     if lines and not force:
         raise UserError(*(f"{text}, or add --force" for text in lines))
-    peak = "it may run out: the predicted peak is"
+    peak = "memory may run out: the predicted peak is"
     return lines or [line(place, peak, peaks[place]) for place in predicted.over(free.get("device"), free["host"])]
 
 

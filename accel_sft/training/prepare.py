@@ -68,8 +68,8 @@ class Assembly:
         """Load the model for these tokens, to be trained for `total_steps` (0: only evaluated)."""
         images = any(len(encoding.kept.pictured) for encoding in encodings)
         if images and sequence_ranks(self.accelerator) > 1:
-            why = "the data has images, and sequence parallelism would cut an image's tokens apart"
-            raise UserError(f"{why}; launch with accelerate_configs/z3.yaml or fsdp2.yaml")
+            problem = "the data has images, and sequence parallelism would cut an image's tokens apart"
+            raise UserError(f"{problem}; launch with accelerate_configs/z3.yaml or fsdp2.yaml")
         if images:
             for encoding in encodings:
                 self._check_texts(encoding)
@@ -98,8 +98,8 @@ class Assembly:
         processor = self.encode.images.processor
         index = encoding.kept.text_with(processor.image_token_ids)
         if index is not None:
-            what = f"its text has {processor.image_token}, which stands for an image, but it has no image; remove it"
-            line = f"{encoding.split} example {index}: {what}"
+            problem = f"the text has the image placeholder {processor.image_token}, but there is no image; remove it"
+            line = f"{encoding.split} example {index}: {problem}"
             raise UserError(*with_places([line], encoding.examples, encoding.split))
 
     def evaluator(self, model: Any, split: StoredEncoding, max_new_tokens: int | None = None, **more: Any) -> Evaluator:
@@ -137,7 +137,7 @@ class Prepared:
         examples = "examples" if len(train.kept) == train.kept.examples else "rows"
         read = train.kept.examples + sum(map(len, train.left_out.values()))
         limit_line = f"--train-limit {config.train_limit}: {read:,} of {read + self.beyond_limit:,} {examples}"
-        repeated = f"--global-batch-size {plan.global_batch_size} is more than the rows: a step repeats some rows"
+        repeated = f"--global-batch-size {plan.global_batch_size} is more than the number of rows: a step repeats rows"
         merged = "the adapter is merged into its base, and all weights are trained (to train the adapter: --adapter)"
         return [
             *(RunDir.choice_in(config.init_from, train=True) if config.init_from else []),
@@ -180,7 +180,7 @@ class Prepared:
 
     @property
     def system_prompt(self) -> str | None:
-        """The common system message of the first validation examples; None if they have none or different ones."""
+        """The system message that the first validation examples have in common; None if there is none."""
         task, validation = self.assembly.task, self.validation
         chats = [task.messages(validation.examples[row.index]) for row in validation.kept[:_COMPARED]]
         prompts = {tuple(str(turn["content"]) for turn in turns if turn["role"] == "system") for turns in chats}
@@ -188,7 +188,7 @@ class Prepared:
         return common[0] if len(common) == 1 else None
 
     def fingerprint(self) -> str:
-        """SHA-256 of both splits' tokens, in order, and of the number of rows per source. A resume must match."""
+        """SHA-256 of both splits' tokens, in order, and of the number of rows per source; a resume needs the same."""
         both = self.train.kept.fingerprint + self.validation.kept.fingerprint
         if len(self.plan.sources) > 1:
             both += " ".join(str(len(rows)) for rows in self.plan.sources.values())
@@ -250,7 +250,7 @@ def _ends_served(train: StoredEncoding, assembly: Assembly) -> list[str]:
     names_eos = "eos_token" in str(tokenizer.chat_template)  # a different eos would change such a template's prompts
     if not (train.raw or written or names_eos):
         tokenizer.eos_token = token
-    what = f"warning: answers end with {token}, but a server running the base model does not stop at it."
+    what = f"warning: answers end with {token}, but a server running the base model does not stop there."
     fix = "Add it to the server's stop tokens, or serve merged weights."
     return [f"{what} {fix}"] if assembly.config.adapter != "none" else []
 
@@ -279,13 +279,13 @@ def _refuse_forged_turns(*encodings: StoredEncoding) -> None:
         if rows := encoding.control_tokens["answers"]:
             split = encoding.split
             named = [f"{split} example {row}: the answer's text ends the turn itself" for row in rows[:MAX_PROBLEMS]]
-            what = f"{len(rows):,} answers contain an end-of-turn token; the rest would be trained on as another turn"
+            fault = f"{len(rows):,} answers contain an end-of-turn token; the rest would be trained on as another turn"
             fix = "remove the token, or add --control-tokens text"
-            raise UserError(*with_places(named, encoding.examples, split), f"{what}; {fix}")
+            raise UserError(*with_places(named, encoding.examples, split), f"{fault}; {fix}")
 
 
 def plan_steps(train: StoredEncoding, config: TrainConfig) -> StepPlan:
-    """Plan the optimizer steps over these examples, as the settings ask for."""
+    """Plan the optimizer steps over these examples, as the settings ask."""
     assert config.global_batch_size is not None  # resolved settings have a batch size, and either steps or epochs
     sources, shares = rows_by_source(train, config.mix) if config.mix else (None, (1,))
     plan = StepPlan(
@@ -299,7 +299,7 @@ def plan_steps(train: StoredEncoding, config: TrainConfig) -> StepPlan:
         shares=shares,
     )
     if plan.stream_length == 0:
-        raise UserError(f"--epochs {config.epochs:g}: less than 1 of {len(train.kept)} examples; ask for more")
+        raise UserError(f"--epochs {config.epochs:g} is less than one of {len(train.kept)} examples; raise it")
     if (config.warmup_steps or 0) > plan.total_steps:
         raise UserError(f"--warmup-steps {config.warmup_steps}: the run has {plan.total_steps} steps; ask for fewer")
     return plan

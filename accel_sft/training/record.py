@@ -37,8 +37,8 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
     """Write `run.json` (settings, data and launch of the run) and `run.yaml`, which repeats the run. Returns the
     record's `made_by`: everything that the run's numbers depend on.
 
-    Called twice for a run that has trained. Before the resume, the call only refuses differences from the record. After
-    the resume (`resumed`), when nothing can be refused any more, it replaces the record.
+    A resumed run calls this twice. Before the checkpoint is loaded, the call only refuses differences from the record.
+    Afterwards (`resumed`), when nothing can be refused any more, the call replaces the record.
     """
     assembly = prepared.assembly
     splits = {"train": prepared.train.examples, "validation": prepared.validation.examples}
@@ -103,8 +103,8 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
     file, file_now = (mapping(record.get("task_file")).get("sha256") for record in (before, now))  # it may have moved
     changed_file = file and file_now and file != file_now
     if changed_file or any(before.get(part) and now.get(part) and before[part] != now[part] for part in parts):
-        what = "the task's code or its libraries have changed since the last start"
-        cache.log(f"{run_dir}: {what}: earlier metrics, best/ included, may not be comparable")
+        change = "the task's code or libraries have changed since the last start"
+        cache.log(f"{run_dir}: {change}. Metrics from before the change, also of best/, may not be comparable")
 
 
 def _name_of_task(record: dict[str, Any]) -> str:
@@ -196,7 +196,7 @@ def _header(run_dir: RunDir, launch: Launch) -> str:
         words += ["accel-sft"]
     words += ["--config", os.path.join(folder, run_dir.settings.name)]
     lines = [
-        f"Written by accel_sft {accel_sft.__version__}. The same run again, in a new folder:",
+        f"Written by accel_sft {accel_sft.__version__}. To repeat this run in a new folder, run",
         f"  {command_line(words)}",
         f"in the folder {os.getcwd()}.",
         "The weights are the same bit for bit (on GPUs with --deterministic) with the same data, versions,",

@@ -1,4 +1,4 @@
-"""`TrainState`: counters, metrics and best step of a run, kept in checkpoints too; and the learning rate. No torch."""
+"""`TrainState`: a run's counters, metrics and best step, saved in checkpoints; and the learning rate. No torch."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class TrainState:
         try:
             return cls(**saved["progress"])
         except (KeyError, TypeError):
-            what = "another version wrote its counters; resume the run with that version"
-            raise UserError(f"{path}: {what}") from None
+            problem = "another version wrote this checkpoint; resume the run with that version"
+            raise UserError(f"{path}: {problem}") from None
 
     def out_of_patience(self, patience: int | None) -> bool:
         """Whether the last `patience` evaluations did not improve the main metric."""
@@ -66,8 +66,8 @@ class TrainState:
 
     def stop_reason(self, total_steps: int, patience: int | None) -> str | None:
         """Why patience ended the run before its last step; None if it did not."""
-        count = f"{self.without_better} evaluation{'s' * (self.without_better != 1)} in a row no better than the best"
-        why = f"at step {self.step} of {total_steps}, after {count}, of step {self.best_step} (--patience {patience})"
+        count = f"{self.without_better} evaluation{'s' * (self.without_better != 1)} without improvement"
+        why = f"at step {self.step} of {total_steps}, after {count} on step {self.best_step} (--patience {patience})"
         return why if self.step < total_steps else None
 
     def update_best(self, value: float, loss: float, higher_is_better: bool) -> bool:

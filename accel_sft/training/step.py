@@ -34,8 +34,8 @@ class OutOfMemory(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"out of device memory in a forward of {self.tokens:,} tokens; the longest of its rows, training example "
-            f"{self.longest}, has {self.length:,}"
+            f"out of device memory in a forward of {self.tokens:,} tokens; its longest row, training example "
+            f"{self.longest}, has {self.length:,} tokens"
         )
 
 
@@ -58,7 +58,7 @@ class TrainStep:
         self.stepper, self.batching = stepper, batching
         self.pad_token_id, self.blank = pad_token_id, blank
         self.run_dir, self.log = run_dir, log
-        # its tokens, supervised tokens, rows, and keys that attention copies if it has no kernel (`Layout.copied`)
+        # numbers of tokens, supervised tokens, rows and keys that attention copies without a kernel (`Layout.copied`)
         self.largest_forward = (0, 0, 0, 0)
         self.most_pixels = 0  # most pixel values in one forward
         self._divided: list[list[list[Encoded]]] = []  # the last step's forwards, of every rank
@@ -72,8 +72,8 @@ class TrainStep:
     ) -> tuple[torch.Tensor, OutOfMemory]:
         """Compute this rank's part of the loss of step `step` (from 1), shape (), and add its gradients to the model.
 
-        Also returns an out-of-memory, after which gradients are NaN on every rank: call `retry_smaller` before the next
-        step. If the step cannot be repeated with smaller forwards, raise UserError.
+        Also returns the step's `OutOfMemory`. If memory ran out, gradients are NaN on every rank: call `retry_smaller`
+        before the next step. Raises UserError if the step cannot be repeated with smaller forwards.
 
         Args:
             supervised_tokens: number of supervised tokens in the whole step, over all ranks.
@@ -96,7 +96,7 @@ class TrainStep:
                     # Other ranks exchange gradients in this backward: this rank takes part with one row and a NaN loss.
                     oom = oom if oom.tokens else self._about(rows)
                     nll = self._nll(sorted(rows, key=_length)[:1], step)
-                    assert nll is not None  # one row is not repeated
+                    assert nll is not None  # for one row, _nll raises instead
                     nll = nll * math.nan
                 self._forwards.append((began, _now(accelerator.device)))
                 if upcoming:
@@ -125,8 +125,8 @@ class TrainStep:
         self.stepper.discard_gradients()
         self._limit(oom.tokens // 2)
         self.log(
-            f"step {step}: {oom}; this step is repeated, and later ones run, with at most {self.batching.tokens:,} "
-            "tokens a forward"
+            f"step {step}: {oom}; this step is repeated, and from now on a forward has at most "
+            f"{self.batching.tokens:,} tokens"
         )
 
     def computed(self) -> tuple[int, float]:
@@ -186,7 +186,7 @@ class TrainStep:
         if len(rows) > 1:
             most = min(oom.tokens // 2, _most_tokens(self.run_dir) or oom.tokens)
             write_atomically(self.run_dir.most_tokens, json.dumps({"tokens": most}) + "\n")
-            fix = f"go on with --resume auto --output-dir {self.run_dir}: it keeps to {most:,} tokens a forward"
+            fix = f"continue with --resume auto --output-dir {self.run_dir}: forwards will have at most {most:,} tokens"
         return UserError(f"step {step}: {oom}; {fix}")
 
 

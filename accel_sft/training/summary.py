@@ -76,7 +76,7 @@ def card(
 
 
 def _asked(task_name: str, prepared: Prepared) -> dict[str, Any]:
-    """The parts of run.json that say how to prompt the model, without files: only this machine has those."""
+    """The parts of run.json that say how to prompt the model, without options for files of this machine."""
     config, train = recordable(prepared.assembly.config.as_dict()), prepared.train
     options = options_of(prepared.assembly.task)
     own = [setting for setting in settings(type(prepared.assembly.task)) if not NAMES_A_FILE.search(setting.name)]
@@ -142,10 +142,10 @@ def publish(
     run_dir.write_result(result)
     console = Console(file=terminal(), highlight=False, width=columns())
     report.print_report(result, before, after, console)
-    left_out = result["steps_left_out"]
+    skipped = result["steps_left_out"]
     scored = "scores and answers" if after else "scores" if state.latest else "settings"  # raw text has no answers
     return [
-        *([f"{left_out} of {state.step} steps were not finite and left out: {run_dir.nonfinite}"] if left_out else []),
+        *([f"{skipped} of {state.step} steps were skipped as not finite: {run_dir.nonfinite}"] if skipped else []),
         *([f"stopped early: {reason}"] if reason else []),
         *([f"on rank 0 {time_sentence(measured['time_spent'])}"] if "time_spent" in measured else []),
         *([f"disturbed: {'; '.join(disturbed)}"] if disturbed else []),
@@ -163,7 +163,7 @@ def _folders(task: Task, state: TrainState, averaged: bool) -> str:
         for name, (step, score) in scores.items()
         if step
     ]
-    return " and ".join(folders) + " (averages; final-plain/ has the last step's own)" * averaged
+    return " and ".join(folders) + " (averages; final-plain/ has the last step's weights)" * averaged
 
 
 def _next(run_dir: RunDir, task_name: str, task: Task, config: TrainConfig) -> list[str]:

@@ -74,10 +74,10 @@ class Trainer:
         tracker.peaks.begin("load")
         model = assembly.load_model(train, validation, total_steps=self.plan.total_steps, log=log)
         self.model_class, self.beside = auto_class(model).__name__, processor_files(assembly.source.weights, model)
-        if not (assembly.template and assembly.template.new_tokens):  # sentencepiece's file would lack them
+        if not (assembly.template and assembly.template.new_tokens):  # sentencepiece's file lacks the new tokens
             self.beside += sentencepiece_file(assembly.source)
         self.left_out = left_out(model.generation_config) if model.can_generate() else {}
-        self.exported: dict[str, Any] = {}  # an adapter is exported as it is trained
+        self.exported: dict[str, Any] = {}  # empty for an adapter, which is exported in the dtype of training
         if config.adapter == "none":
             base = AutoConfig.from_pretrained(assembly.source.weights, trust_remote_code=config.trust_remote_code)
             self.exported["dtype"] = (
@@ -94,7 +94,7 @@ class Trainer:
         self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm, config.ema_decay)
         self.averages = self.stepper.averages
         if config.adapter == "none" and rounds_updates(accelerator, prepared.launch, self.model):
-            log(f"warning: --dtype {config.dtype}: weights in 16 bits lose small updates: leave --dtype out")
+            log(f"warning: --dtype {config.dtype}: 16-bit weights lose small updates; leave --dtype out")
         self.untrained = Untrained(accelerator, self.model, self.optimizer, log)
         written = run_dir, config.keep_checkpoints, self.averages, log
         self.checkpoints = Checkpoints(accelerator, prepared.launch, self.model, self.optimizer, *written)
@@ -125,7 +125,7 @@ class Trainer:
         if path:
             if resume != "auto" and accelerator.is_main_process:
                 for aside in checkpoint.undo_after(self.run_dir, self.state.step):
-                    self.tracker.log(f"{aside}: put aside, because it is of a later step")
+                    self.tracker.log(f"{aside}: this checkpoint was renamed, because the resumed run repeats its step")
             changes = differences(saved["layout"], layout)
             how = f"; written under another layout ({'; '.join(changes)})" if changes else ""
             self.tracker.log(f"resumed {path} at step {self.state.step} of {self.plan.total_steps}{how}")
@@ -142,7 +142,7 @@ class Trainer:
 
     def new_train_step(self, before: dict[str, Any] | None) -> TrainStep:
         """Make the train step. A resumed run keeps its recorded batching, unless the settings name a different one. The
-        batching used is recorded."""
+        chosen batching is recorded."""
         job = [self.prepared.fingerprint(), self.plan.global_batch_size]
         if before is None and self.config.resume != "off":
             before = choice.read(self.accelerator, self.run_dir, job)
@@ -166,7 +166,7 @@ class Trainer:
         seconds, and cannot be resumed halfway.
         """
         self.signals.deferred = True
-        with self.tracker.profiler() as profiler:  # the trace is slow to write, so it follows the checkpoint
+        with self.tracker.profiler() as profiler:  # the trace is slow to write, so the checkpoint is written first
             try:
                 self.evaluate_and_save()  # including an evaluation that a signal prevented in an earlier start
                 self.loop(profiler)
@@ -179,8 +179,8 @@ class Trainer:
         plan, stepper, state, config = self.plan, self.stepper, self.state, self.config
         masks = row_groups(self.accelerator)[1]  # ranks that compute the same rows draw the same dropout masks
         phase = "first_step"  # the first step allocates AdamW's moments
-        gc.collect()  # otherwise unreachable objects, such as tensors of a failed trial, would be frozen too
-        gc.freeze()  # all objects so far live to the end: the collector would scan them in the middle of steps
+        gc.collect()  # free unreachable objects, such as tensors of a failed trial, before the freeze
+        gc.freeze()  # all objects so far live to the end: the collector need not scan them during steps
         self.model.train()
         while state.step < plan.total_steps and not state.out_of_patience(config.patience):
             started = time.perf_counter()
@@ -307,8 +307,8 @@ class Trainer:
         checkpoint.export(self.accelerator, self.model, tokenizer, target, *written, **self.exported)
 
     def save(self, wait: bool = False) -> None:
-        """Begin a checkpoint of this step, with counters, metrics and batching so far; `wait` until complete."""
-        batching = choice.recorded(self.batching_asked, self.train_step.batching)  # a resume uses it again
+        """Begin a checkpoint of this step, with counters, metrics and batching so far; with `wait`, complete it."""
+        batching = choice.recorded(self.batching_asked, self.train_step.batching)  # a resumed run uses it
         self.signals.exit_if_orphaned()
         self.tracker.flush()
         saved = {"step": self.state.step, "progress": dataclasses.asdict(self.state), "batching": batching}

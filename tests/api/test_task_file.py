@@ -126,6 +126,6 @@ def test_resume_reports_a_changed_file_and_refuses_another_class(trained):
     result.write_text('{"status": "running"}')
     same = run(f"{file}:Good", *words, run_dir=trained.run_dir)
     assert same.status == 0, same.output[-4000:]
-    assert "the task's code or its libraries have changed since the last start" in same.output
+    assert "the task's code or libraries have changed since the last start" in same.output
     assert not (trained.run_dir / "launch.yaml").exists()  # of a start with a launcher
     assert yaml.safe_load((trained.run_dir / "run.yaml").read_text())["task"] == f"{file}:Good"

@@ -376,7 +376,7 @@ def test_text_with_an_image_token_is_refused_beside_images(made, monkeypatch):
     check()
     monkeypatch.setattr(Colours, "messages", with_token)
     check()  # it is characters
-    with pytest.raises(UserError, match=r"^train example 13: its text has <\|image_pad\|>, which stands for an image"):
+    with pytest.raises(UserError, match=r"^train example 13: the text has the image placeholder <\|image_pad\|>"):
         check(control_tokens="tokens")
 
 

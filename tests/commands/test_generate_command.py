@@ -128,7 +128,7 @@ def exported(tiny, tmp_path_factory):
 def test_copied_weights_are_asked_as_in_their_run(exported, called):
     run, copied = exported
     assert (copied / "tokenizer.model").read_bytes() == b"pieces"
-    assert "--dtype bfloat16: weights in 16 bits lose small updates: leave" in " ".join(run.output.split())
+    assert "--dtype bfloat16: 16-bit weights lose small updates; leave" in " ".join(run.output.split())
     (mine, theirs) = (Trained(str(folder)) for folder in (copied, run.run_dir))
     config = EvaluateConfig(model=str(copied))
     assert mine.settings(config) == theirs.settings(config)

@@ -60,7 +60,7 @@ def test_a_step_with_some_rows_twice_is_announced(batch, epochs, steps, expected
     assembly = SimpleNamespace(config=TrainConfig(), source=SimpleNamespace(adapter=None), template=None)
     lines = Prepared(None, assembly, split, split, plan(batch, epochs, steps)).lines
     repeated = len({*plan(batch, epochs, steps).examples(0)}) < len(plan(batch, epochs, steps).examples(0))
-    assert ("--global-batch-size 24 is more than the rows" in str(lines)) is expected is repeated
+    assert ("--global-batch-size 24 is more than the number of rows" in str(lines)) is expected is repeated
 
 
 def test_the_epoch_ends_where_it_ends():

@@ -181,8 +181,8 @@ def test_without_room_for_a_copy_training_waits_and_says_so(tmp_path, monkeypatc
     export(job.accelerator, *small_model(), tmp_path / "best", "card", behind=job.checkpoints)
     assert (tmp_path / "best" / "model.safetensors").is_file()
     job.checkpoints.save({"step": 2})
-    message = "host memory: a copy of {} takes 0.0 MiB, and 0.0 MiB are free: training waits"
-    for line, what in zip(said, ("what is saved", "exported weights"), strict=True):
+    message = "host memory: a copy of {} takes 0.0 MiB, but only 0.0 MiB are free; training waits"
+    for line, what in zip(said, ("a checkpoint", "exported weights"), strict=True):
         assert line.startswith(message.format(what))
     monkeypatch.setattr(host_memory, "free_bytes", lambda: needed)
     roomy = Held(tmp_path, monkeypatch, log=said.append)

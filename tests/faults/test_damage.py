@@ -84,7 +84,7 @@ def test_flipped_bit_makes_resume_take_the_checkpoint_before(checkpoints):
         if number % 20 == 0:
             chosen, (line,) = newest(RunDir(checkpoints), "auto")
             assert chosen.name == "step-000003"
-            assert f"{folder}: passed over: {path.relative_to(folder)} has other bytes" in line
+            assert f"{folder}: skipped as damaged: {path.relative_to(folder)} has other bytes" in line
         flipped(path, at, bit)
     assert newest(RunDir(checkpoints), "auto") == (folder, [])
 
@@ -109,7 +109,7 @@ def test_file_outside_the_manifest_is_damage_and_never_read(checkpoints):
         stray.parent.mkdir(exist_ok=True)
         shutil.copy(other / weights.name, stray)
         _, (line,) = newest(RunDir(checkpoints), "auto")
-        assert f"passed over: {stray.relative_to(folder)} is not in manifest.json" in line
+        assert f"skipped as damaged: {stray.relative_to(folder)} is not in manifest.json" in line
         # one that comes after the check is not opened all the same
         assert stray not in manifest.paths(folder)
         stray.unlink()

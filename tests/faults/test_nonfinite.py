@@ -43,13 +43,13 @@ def test_nonfinite_step_stops_the_run_which_may_leave_it_out(tmp_path):
     run = accel_sft(own_task(tmp_path, SPOILED), *JOB, run_dir=tmp_path / "run")
     assert run.status == 1
     (record,) = map(json.loads, (run.run_dir / "nonfinite.jsonl").read_text().splitlines())
-    assert f"step {record['step']}: the loss is inf, and the step was not applied" in run.output
+    assert f"step {record['step']}: the loss is inf, so the step was skipped" in run.output
     assert (record["loss"], len(record["examples"]), BAD in record["examples"]) == (None, 10, True)
     assert run.result()["status"] == "failed"
     assert not (run.run_dir / "final").exists()
     again = finished(*run.arguments, "--resume", "auto", "--on-nonfinite", "skip", run_dir=run.run_dir)
     assert again.result()["steps_left_out"] == 2
-    assert "2 of 8 steps were not finite and left out" in again.output
+    assert "2 of 8 steps were skipped as not finite" in again.output
     steps = {json.loads(line)["step"] for line in (run.run_dir / "nonfinite.jsonl").read_text().splitlines()}
     assert len(steps) == 2  # in each of two epochs, the first of which was made twice
     assert [line["step"] for line in again.lines()] == list(range(1, 9))
@@ -63,7 +63,7 @@ def test_a_run_that_only_leaves_out_ends(tmp_path):
     watched = Anomalies(RunDir(tmp_path), "skip", "no", said.append, writes=True)
     for step in range(1, MOST_IN_A_ROW):
         watched.look(step, math.nan, math.nan, [SimpleNamespace(index=3)])
-    with pytest.raises(UserError, match=f"the {MOST_IN_A_ROW}th in a row"):
+    with pytest.raises(UserError, match=f"the {MOST_IN_A_ROW}th such step in a row"):
         watched.look(MOST_IN_A_ROW, math.nan, math.nan, [SimpleNamespace(index=3)])
     assert len(said) == MOST_IN_A_ROW - 1
 

@@ -25,7 +25,7 @@ def test_another_precision_is_refused_with_the_way_out(launched, tmp_path):
     again = {"run_dir": run_dir, "yaml": "z2", "launcher": ("--mixed_precision", "bf16")}
     refused = accel_sft(*layout(launched, "z2").arguments, "--resume", "auto", **again)
     assert refused.status == 1
-    assert "was written in float32, and this launch computes in bf16" in refused.output
+    assert "this checkpoint has precision float32, but this launch has bf16" in refused.output
     assert "--mixed_precision no" in refused.output
     assert (run_dir / "run.json").read_text() == record, "what was refused is not recorded"
 

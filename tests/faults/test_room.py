@@ -29,7 +29,7 @@ def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"checkpoints need 3 x 12\.0 MiB, .* --keep-checkpoints"):
         background.check_disk(accelerator, model, RunDir(tmp_path), checkpoints=3)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size * 4 // 3 - 1))
-    with pytest.raises(UserError, match=r"need 1 x 12.0 MiB, other files 4.0 MiB, and 16.0 MiB are free; free space"):
+    with pytest.raises(UserError, match=r"1 x 12.0 MiB, and other files 4.0 MiB, but only 16.0 MiB are free. Delete"):
         background.check_disk(accelerator, model, RunDir(tmp_path))
 
 

@@ -82,10 +82,10 @@ def test_step_without_room_on_one_rank_is_made_smaller(machine, yaml):
     launch["environment"] = {"TROUBLE_RUN": str(machine.folder / name)}
     run = machine.train(name, yaml, *machine.short(), **launch)
     if run.status:
-        run.says("it keeps to [0-9,]+ tokens a forward")
+        run.says("forwards will have at most [0-9,]+ tokens")
         run = machine.train(name, yaml, *machine.short(), "--resume", "auto", **launch)
     else:
-        run.says("this step is repeated, and later ones run, with at most [0-9,]+ tokens a forward")
+        run.says("this step is repeated, and from now on a forward has at most [0-9,]+ tokens")
     agree(machine.reference(), [run], 2e-5)
 
 

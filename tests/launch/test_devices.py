@@ -34,7 +34,7 @@ def one_line(run):
 def test_file_for_two_processes_trains_on_one_gpu(launched, tmp_path, file):
     run = finished(*JOB, *ONCE, **planted(1, yaml=file, launcher=FP32, run_dir=tmp_path / "run"))
     same_curve(layout(launched, "plain").lines(), run.lines())
-    assert f"{file}.yaml: for 2 processes, but this machine has 1 GPU" in one_line(run)
+    assert f"{file}.yaml: 2 processes requested, but this machine has 1 GPU" in one_line(run)
     record = json.loads((tmp_path / "run/run.json").read_text())["launch"]
     assert record["processes"] == 1
     assert record["threads_per_process"] == environment.usable_cores()
@@ -63,9 +63,9 @@ def test_ranks_fitted_to_devices(file, flags, devices, ranks):
 @pytest.mark.parametrize(
     ("file", "devices", "note"),
     [
-        ("hsdp", 2, "accelerate_configs/fsdp2.yaml runs on 2 GPUs"),
-        ("tp", 4, "2 of this machine's 4 GPUs used: for more, add --num_processes 4 --parallelism_config_tp_size 4"),
-        ("hsdp", 9, "4 of this machine's 9 GPUs used: for more, add --num_processes 8"),
+        ("hsdp", 2, "accelerate_configs/fsdp2.yaml, which runs on 2 GPUs"),
+        ("tp", 4, "2 of this machine's 4 GPUs are used: to use more, add --num_processes 4 --parallelism_config_tp"),
+        ("hsdp", 9, "4 of this machine's 9 GPUs are used: to use more, add --num_processes 8"),
         ("ddp", 2, ""),
     ],
 )

@@ -153,7 +153,7 @@ REFUSED = {
     "a bare no": (Z2 | {"mixed_precision": False}, "in quotes: YAML reads a bare no as false"),
     "no JSON": (zero(deepspeed_config_file="none.json"), "none.json: cannot be read as JSON"),
     "JSON without an end": (zero(deepspeed_config_file="/dev/zero"), "/dev/zero: cannot be read as JSON"),
-    "no keys": (["a", "b"], "write one `key: value` a line"),
+    "no keys": (["a", "b"], "write one `key: value` per line"),
     "half": ("a: [", "launch.yaml: cannot be read"),
     "deep": ("[" * 5000, "launch.yaml: cannot be read"),
     "none": (None, "launch.yaml: cannot be read"),
@@ -195,11 +195,11 @@ REFUSED_YAML = {
     "no such stage": (zero(zero_stage=4), 0, "DeepSpeed refuses zero_optimization.stage"),
     "typo for fsdp": (DDP | {"fsdp_config": {"fsdp_reshard_after_foward": True}}, 0, "reshard_after_forward"),
     "no gather": (zero(zero_stage=3), 0, "add zero3_save_16bit_model: true"),
-    "offload too low": (zero(zero_stage=2, offload_param_device="cpu"), 0, "offload_param to cpu needs stage 3"),
+    "offload too low": (zero(zero_stage=2, offload_param_device="cpu"), 0, "offload_param to cpu needs ZeRO stage 3"),
     "fp16 on a CPU": (Z2 | {"mixed_precision": "fp16"}, 0, "needs a GPU"),
     "more ranks than GPUs": (Z2, 1, "--num_processes 1"),
-    "FSDP 1": (FSDP | {"fsdp_config": {}}, 2, "FSDP 1 is not supported: fsdp_version: 2"),
-    "FSDP on a CPU": (FSDP, 0, "z2.yaml or z3.yaml run on a CPU"),
+    "FSDP 1": (FSDP | {"fsdp_config": {}}, 2, "FSDP 1 is not supported: set fsdp_version: 2"),
+    "FSDP on a CPU": (FSDP, 0, "z2.yaml or z3.yaml, which run on CPUs"),
     "groups of one": (sized(FSDP, 2, dp_replicate=2), 2, "dp_replicate 2 over 2 ranks (fsdp) is not supported"),
     "unequal groups": (sized(FSDP, 5, dp_replicate=2), 5, "is not supported"),
     "another size of a group": (sized(FSDP, 4, dp_replicate=2, dp_shard=4), 4, "is not supported"),
@@ -211,8 +211,8 @@ REFUSED_YAML = {
     "shared rows without DeepSpeed": (sized(DDP, sp=2), 2, "is not supported"),
     "rows shared by unequal groups": (sized(Z2, 3, sp=2), 0, "sp 2 over 3 ranks (deepspeed) is not supported"),
     "rows shared and groups": (sized(Z2, sp=2, dp_replicate=2), 0, "is not supported"),
-    "a size by flag": (Z2, 0, "_sp_size would be ignored in silence", "--parallelism_config_sp_size 2", {}),
-    "fewer ranks than asked for": (DDP | {"distributed_type": "NO"}, 0, "2 processes asked for, 1 started: set dist"),
+    "a size by flag": (Z2, 0, "_sp_size would be silently ignored", "--parallelism_config_sp_size 2", {}),
+    "fewer ranks than asked for": (DDP | {"distributed_type": "NO"}, 0, "2 processes requested, but 1 started: set"),
     "packed rows that are shared": (sized(Z2, sp=2), 0, "--batching: under sequ", "", {"batching": "packed"}),
     "several rows shared": (sized(Z2, sp=2), 0, "--micro-batch-size: under sequ", "", {"micro_batch_size": "4"}),
 }
@@ -233,7 +233,7 @@ REFUSED_JSON = {
     "zenflow": ({"zero_optimization": ZENFLOW}, "zenflow applies a part of"),
     "no ZeRO": ({"bf16": {"enabled": "auto"}}, "ds.json: zero_optimization.stage is missing: add"),
     "no gather": ({"zero_optimization": {"stage": 3}}, "stage3_gather_16bit_weights_on_model_save: true"),
-    "autocast": (JSON | {"torch_autocast": {"enabled": True, "dtype": "float16"}}, "another precision than the run's"),
+    "autocast": (JSON | {"torch_autocast": {"enabled": True, "dtype": "float16"}}, "precision from the run's"),
     "data efficiency": (JSON | {"data_efficiency": {"enabled": True}}, "data_efficiency changes what a step learns"),
     "removed": (JSON | {"curriculum_learning": {"enabled": True}}, "curriculum_learning is unknown: remove it"),
     "data types in a word": (JSON | {"data_types": "fp32"}, "data_types: expected keys with values"),
@@ -306,7 +306,7 @@ def test_srun_without_a_launcher_is_a_warning(built):
         return lines(audit(TrainConfig(), read_launch(variables, []), 0), "warning")
 
     (line,) = warned(SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="1")
-    assert line.startswith("srun starts 2 separate runs: no launcher joins them: srun one accelerate launch")
+    assert line.startswith("srun starts 2 separate runs: no launcher joins them: let srun start one")
     ranks = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
     assert warned(SLURM_NTASKS="2") == warned(SLURM_STEP_NUM_TASKS="2", **ranks) == []
 

@@ -108,7 +108,7 @@ def test_machines_with_different_precisions_are_refused_on_every_rank(tmp_path, 
         precision.choose_precision(launch, ON_CPU)
     monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: refusals)
     for launch in (named, other):
-        with pytest.raises(UserError, match="name different precisions: bf16, none; give"):
+        with pytest.raises(UserError, match=r"ranks have different precisions \(bf16, none\); use"):
             precision.choose_precision(launch, ON_CPU)
 
 
@@ -184,7 +184,7 @@ def test_resumed_run_keeps_and_reports_its_precision(launched, tmp_path):
     again = {"yaml": "ddp", "environment": NONE, "run_dir": folder}
     refused = accel_sft(*JOB, "--resume", "auto", launcher=("--mixed_precision", "no"), **again)
     assert refused.status != 0
-    assert "was written in bf16, and this launch computes in float32" in " ".join(refused.output.split())
+    assert "this checkpoint has precision bf16, but this launch has float32" in " ".join(refused.output.split())
     resumed = finished(*JOB, "--resume", "auto", **again)
     assert header(resumed) == f"bf16 (the run's own; {LACKS}, and emulates it slowly)"
     final = [(run / "final/model.safetensors").read_bytes() for run in (whole.run_dir, folder)]

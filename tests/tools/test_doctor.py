@@ -279,7 +279,7 @@ def test_old_compiler_stops_offload_alone(tmp_path, monkeypatch):
     poor = machine(operators=dict.fromkeys(OPERATORS, state(compiled=False)))
     findings = [*launches.operators(poor)]
     assert set(levels(findings)) == {"warning"}
-    assert findings[0].fix == "GCC 9 or newer is needed; name it in CXX"
+    assert findings[0].fix == "install GCC 9 or newer, and name it in CXX"
     assert not working(poor) & {"z2_offload", "z3_offload", "z3_nvme", "z3_twin_flow"}
     assert {"ddp", "z0", "z1", "z2", "z3"} <= working(poor)
     assert table_of(poor)["z2_offload"].what == f"{old} is GCC 8"
@@ -322,9 +322,9 @@ def test_on_gpus_each_file_starts_a_process_for_each(gpus, flags):
     table = table_of(machine(device_count=gpus))
     assert table["fsdp2"] == Finding("yes", flags, subject="fsdp2")
     assert (table["hsdp"].level == "yes") is (gpus == 8)
-    assert gpus == 8 or table["hsdp"].fix.startswith("accelerate_configs/fsdp2.yaml runs on")
+    assert gpus == 8 or table["hsdp"].fix.startswith("use accelerate_configs/fsdp2.yaml, which runs on")
     assert (table["tp"].level == "yes") is (gpus > 1)
-    assert gpus > 1 or table["tp"].fix == "accelerate_configs/fsdp2.yaml runs on 1 GPU"
+    assert gpus > 1 or table["tp"].fix == "use accelerate_configs/fsdp2.yaml, which runs on 1 GPU"
     wanted = f"with --num_processes {2 * gpus}; " if gpus > 1 else ""
     assert table["multinode_z3"] == Finding("yes", f"{wanted}needs 2 machines like this one", subject="multinode_z3")
 

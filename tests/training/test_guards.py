@@ -174,7 +174,7 @@ def test_examples_are_a_sequence_with_something_in_it(dataset, message):
 @pytest.mark.parametrize(
     ("flags", "cache", "message"),
     [
-        (("--epochs", "0.0001"), "", "--epochs 0.0001: less than 1 of 60 examples"),
+        (("--epochs", "0.0001"), "", "--epochs 0.0001 is less than one of 60 examples"),
         (("--max-steps", "3", "--warmup-steps", "4"), "", "--warmup-steps 4: the run has 3 steps"),
         ((), "~nobody.here", "Error: ACCEL_SFT_CACHE ~nobody.here: nobody here has this home folder"),
     ],
@@ -226,7 +226,7 @@ def test_resume_from_a_named_checkpoint_sets_later_files_aside(launched, tmp_pat
     assert checkpoint.newest(RunDir(run_dir), "auto")[0] == run_dir / "checkpoints" / "step-000003"
     for path in (run_dir / "checkpoints").glob("step-*/manifest.json"):
         path.unlink()
-    with pytest.raises(UserError, match="none of its checkpoints is whole; to start over, name another --output-dir"):
+    with pytest.raises(UserError, match="all checkpoints are damaged; to start again, name another --output-dir"):
         checkpoint.newest(RunDir(run_dir), "auto")
 
 
@@ -315,7 +315,7 @@ def test_a_folder_of_something_else_is_never_written_to(tmp_path, monkeypatch, r
 def test_machines_without_a_common_folder_are_refused(tmp_path, monkeypatch):
     two = types.SimpleNamespace(machines=2)
     monkeypatch.setattr(run_folder, "_SHARED_SECONDS", 0.3)
-    with pytest.raises(UserError, match="--output-dir: name a folder that all machines share"):
+    with pytest.raises(UserError, match="--output-dir is missing: the launch has several machines"):
         claim(None, two)
     run_dir = claim(tmp_path / "run", two)
     assert sorted(path.name for path in run_dir.path.iterdir()) == ["logs", "result.json"]
@@ -325,7 +325,7 @@ def test_machines_without_a_common_folder_are_refused(tmp_path, monkeypatch):
         return tmp_path / "elsewhere" / decision.name if isinstance(decision, Path) else decision
 
     monkeypatch.setattr(run_folder, "decided_by_main", on_another_machine)
-    with pytest.raises(UserError, match="does not see what rank 0 wrote there; name a folder on a file system that"):
+    with pytest.raises(UserError, match="does not see a file that rank 0 wrote there; name a folder on a file system"):
         claim(tmp_path / "run", two, resume="auto")
     assert run_dir.read_status() == "failed"
 
@@ -377,7 +377,7 @@ def test_a_resume_with_another_score_says_so(tmp_path, capsys):
     other = {"task_file": {**before["task_file"], "sha256": "b"}}
     for change in ({"task_code": "b"}, {"task_libraries": {"library": "1.1"}}, other):
         _check_unchanged(before, {**before, **change}, RunDir(tmp_path))
-        assert "the task's code or its libraries have changed since the last start" in capsys.readouterr().out
+        assert "the task's code or libraries have changed since the last start" in capsys.readouterr().out
 
 
 def test_another_runs_checkpoint_is_refused(tmp_path):
@@ -409,7 +409,7 @@ def test_a_damaged_later_checkpoint_pushes_no_good_one_out(copy):
     (folder / "checkpoints" / "step-000006").rename(later)
     os.truncate(later / "rank-0000-000.safetensors", 10)
     resumed = finished(*whole.arguments, "--resume", "auto", "--keep-checkpoints", "1", run_dir=folder)
-    assert "step-000009: passed over" in resumed.output
+    assert "step-000009: skipped as damaged" in resumed.output
     path, _ = checkpoint.newest(RunDir(folder), "auto")
     assert path == folder / "checkpoints" / "step-000006"
     assert not (folder / "checkpoints" / "step-000003").exists()
@@ -430,7 +430,7 @@ mount -t tmpfs -o size="$1" tmpfs "$0"; shift
     ("size", "message"),
     [
         ("2m", "the disk is full; free space, then go on with --resume auto"),  # the base model
-        ("14m", "checkpoints need 1 x 10.2 MiB, other files 3.4 MiB, and "),
+        ("14m", "checkpoints need 1 x 10.2 MiB, and other files 3.4 MiB, but "),
     ],
 )
 def test_a_full_disk_is_named_with_the_way_out(tmp_path, size, message):

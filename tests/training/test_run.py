@@ -302,7 +302,7 @@ def test_patience_stops_early(launched):
     run = launched("patience", *arguments)
     assert run.result()["stopped_early"]
     assert run.result()["steps"] == 2  # the first evaluation is the best so far, the second no better
-    why = "at step 2 of 6, after 1 evaluation in a row no better than the best, of step 1 (--patience 1)"
+    why = "at step 2 of 6, after 1 evaluation without improvement on step 1 (--patience 1)"
     assert run.result()["stop_reason"] == why
     assert f"\nstopped early: {why}\n" in run.output
     assert "| stopped early | at step 2 of 6, after 1 evaluation" in (run.run_dir / "report.md").read_text()
@@ -363,7 +363,7 @@ def test_averages_are_evaluated_and_exported_alike_on_every_launch(launched, tmp
     assert not all(torch.equal(of_run["final"][key], of_run["final-plain"][key]) for key in of_run["final"])
     card = (run.run_dir / "final-plain" / "README.md").read_text()
     assert "tuned: the averages of these weights (in final/), of step 6" in card
-    assert "(averages; final-plain/ has the last step's own)" in " ".join(run.output.split())
+    assert "(averages; final-plain/ has the last step's weights)" in " ".join(run.output.split())
     if adapter == "lora":
         folder = stopped(run, tmp_path / "run", 3)
         finished(*run.arguments, "--resume", "auto", run_dir=folder, **run.options)

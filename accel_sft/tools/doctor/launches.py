@@ -48,7 +48,7 @@ def operators(machine: Machine) -> Iterator[Finding]:
 
 def _lacking(obstacle: Finding) -> str:
     """What is missing, without the operators' names, as the report already shows these."""
-    return obstacle.what.rpartition(" here, and ")[2]
+    return obstacle.what.rpartition(", but ")[2]
 
 
 def exchange(machine: Machine) -> Iterator[Finding]:
