@@ -54,7 +54,7 @@ class Curve:
 
     @property
     def fell(self) -> int | None:
-        """The smallest number of rows with which every seed beat all seeds of the last size, by `detectable` on average."""
+        """The smallest size at which every seed beat all seeds of the largest size, on average by `detectable`; or None."""
         last = [self.better * value for value in self.metrics[-1]]
         for size, metrics in zip(self.sizes, self.metrics, strict=True):
             values = [self.better * value for value in metrics]
@@ -75,7 +75,7 @@ def of_rows(record: Mapping[str, Any]) -> bool:
 
 
 def read_curve(record: Mapping[str, Any]) -> Curve | None:
-    """The curve of a comparison of numbers of rows (`of_rows`); None for others, and with fewer than FEWEST_SIZES sizes."""
+    """The curve of a comparison `of_rows`; None for other comparisons, or with fewer than `FEWEST_SIZES` sizes."""
     by_size: dict[int, list[float]] = {}
     for setting in record["settings"] if of_rows(record) else ():
         rows, median = str(setting["values"].get(ROWS)), setting["median"]
@@ -195,7 +195,7 @@ def in_sentences(record: Mapping[str, Any]) -> Iterator[str]:
         return
     if fell := curve["fell"]:
         worse = f"{metric} was better after {fell:,} rows than after {max(by_rows):,}, so nothing is forecast"
-        yield f"{worse}. Check whether the later rows are of another kind, or train longer."
+        yield f"{worse}: check whether the later rows are of another kind, or train longer."
         return
     now, twice = ahead[0], ahead[2]
     # both values are forecasts, because the value measured with the most rows has the noise of the seeds
@@ -209,7 +209,7 @@ def in_sentences(record: Mapping[str, Any]) -> Iterator[str]:
     enough = next(point["rows"] for point in ahead if abs(ahead[-1]["value"] - point["value"]) < smallest)
     farthest = ahead[-1]["rows"] / 4  # forecasts go farther, to see whether the gain ends here
     end = (
-        f"Beyond about {enough:,} rows, no larger gain than this is expected; more validation examples show smaller ones."
+        f"Beyond about {enough:,} rows, no larger gain than this is expected; hold out more to see smaller gains."
         if enough < farthest
         else f"Up to {farthest:,.0f} rows, the forecast shows no end of gains above this."
     )
