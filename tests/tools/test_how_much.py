@@ -135,7 +135,7 @@ def test_sentences_name_gain_of_more_rows_and_its_end():
     )
     assert rising[2].startswith("The validation examples cannot show differences below 0.028")
     flat = [*in_sentences(made(dict.fromkeys((500, 1000, 2000, 4000), (0.9, 0.91))))]
-    assert "Beyond about 4,000 rows, no larger gain than this is expected" in flat[2]
+    assert "Beyond about 4,000 rows, no gain above this is expected" in flat[2]
 
 
 def test_flat_forecast_is_no_gain_after_a_worse_largest_part():

@@ -54,7 +54,7 @@ class Curve:
 
     @property
     def fell(self) -> int | None:
-        """The smallest size at which every seed beat all seeds of the largest size, on average by `detectable`; or None."""
+        """The smallest size whose seeds all beat those of the largest, on average by `detectable`; None if there is none."""
         last = [self.better * value for value in self.metrics[-1]]
         for size, metrics in zip(self.sizes, self.metrics, strict=True):
             values = [self.better * value for value in metrics]
@@ -209,7 +209,7 @@ def in_sentences(record: Mapping[str, Any]) -> Iterator[str]:
     enough = next(point["rows"] for point in ahead if abs(ahead[-1]["value"] - point["value"]) < smallest)
     farthest = ahead[-1]["rows"] / 4  # forecasts go farther, to see whether the gain ends here
     end = (
-        f"Beyond about {enough:,} rows, no larger gain than this is expected; hold out more to see smaller gains."
+        f"Beyond about {enough:,} rows, no gain above this is expected; hold out more examples to see smaller gains."
         if enough < farthest
         else f"Up to {farthest:,.0f} rows, the forecast shows no end of gains above this."
     )

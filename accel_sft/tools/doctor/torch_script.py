@@ -1,6 +1,6 @@
-"""What `doctor` runs in separate processes: collecting torch's facts, and a rank's exchange.
+"""What `doctor` runs in separate processes: one collects facts about torch, others are the ranks of an all-reduce.
 
-A broken driver or library may crash or hang its process. Each fact is a line of JSON, so earlier facts still count.
+A broken driver or library may crash or hang a process. Each fact is printed at once, so earlier facts still count.
 """
 
 import contextlib
@@ -173,7 +173,7 @@ def rank(backend: str, seconds: str) -> None:
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
         failure = first_line(error)
     if failure:
-        # one write includes the line break, as ranks share the pipe: an unbuffered print() makes two writes
+        # ranks share the pipe, so the line and its line break are one write; an unbuffered print() makes two
         sys.stdout.write(f"rank {number}: {failure}\n")
         sys.stdout.flush()
     # destroying the group would hold the GIL until gloo's threads end, and they may wait for the GIL
