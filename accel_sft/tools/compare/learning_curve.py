@@ -54,7 +54,7 @@ class Curve:
 
     @property
     def fell(self) -> int | None:
-        """The smallest size whose seeds all beat those of the largest, on average by `detectable`; None if there is none."""
+        """The smallest size whose seeds all beat those of the largest, on average by `detectable`; else None."""
         last = [self.better * value for value in self.metrics[-1]]
         for size, metrics in zip(self.sizes, self.metrics, strict=True):
             values = [self.better * value for value in metrics]

@@ -28,7 +28,7 @@ _COLORS = {"ok": "green", "warning": "yellow", "problem": "red", "yes": "green",
 
 
 def checks() -> Checks:
-    """All checks by heading and name, in order. The first check sets a launch's environment variables for later checks."""
+    """All checks by heading and name, in order. The first sets a launch's environment variables for later checks."""
     from accel_sft.tools.doctor import host, launches
 
     return {
