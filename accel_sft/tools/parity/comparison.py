@@ -235,7 +235,7 @@ def _context(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) ->
         if pair.misread and pair.read is not None and pair.read < len(pair.theirs or pair.prompt):
             replies = [_completed(endpoint, reference.raw_text(pair.prompt) * times, 1) for times in (1, 2)]
             if {reply.prompt_tokens for reply in replies if reply} == {pair.read}:
-                evidence = f"the server reads {pair.read} of {len(pair.prompt)} prompt tokens, no more of a doubled prompt"
+                evidence = f"the server reads {pair.read} of {len(pair.prompt)} prompt tokens, also of a doubled prompt"
                 return Cause(CONTEXT, evidence, fix)
     for pair in pairs:
         tokens = pair.reply.tokens if pair.differs and pair.reply and pair.reply.finish == "length" else None
@@ -266,7 +266,7 @@ def _template(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) -
         reply = next((reply for reply in replies if reply and reply.prompt_tokens in (None, len(pair.prompt))), None)
         if not reply or not same(reference, pair.ids, reply):
             return None
-    return Cause(TEMPLATE, f"with the run's own prompts, the server answers {_examples(differing)} as the run does", fix)
+    return Cause(TEMPLATE, f"given the run's prompts, the server answers {_examples(differing)} as the run does", fix)
 
 
 def _weights(reference: Reference, differing: Sequence[tuple[Pair, Reply]]) -> Cause | None:
