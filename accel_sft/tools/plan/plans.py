@@ -61,7 +61,7 @@ ALIKE = 0.15
 MOST_TOKENS = 2**17
 """Maximum number of tokens of one forward; no larger forward is tried."""
 MARGIN = 0.92
-"""Share of a memory that a prediction may fill without a warning; the rest is more than the mean error of predictions."""
+"""Share of a memory that a prediction may fill without a warning; predictions are off by less on average."""
 _Memory = tuple[float | None, float | None]
 """Bytes of one GPU and of the host; None if unknown, or if there is no GPU."""
 _ADDED = {"gradient_checkpointing": "gradient_checkpointing", "eval_batch_size": "eval_rows"}
@@ -202,7 +202,7 @@ def _simplicity(plan: Plan) -> int:
 
 
 def _largest(job: Job, memory: _Memory, most: int) -> int:
-    """Return the tokens of the largest forward that fits, by bisection between the job's forward (it fits) and `most`."""
+    """Return the tokens of the largest forward that fits, by bisection from the job's (which fits) to `most` tokens."""
     low, high = job.tokens, max(min(most, MOST_TOKENS), job.tokens)
     while low < high:
         middle = (low + high + 1) // 2
