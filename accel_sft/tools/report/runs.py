@@ -113,8 +113,9 @@ def read_run(path: Path, name: str) -> Run:
         fix = f"name the runs in it: {folder}/*" if any(path.glob("*/run.json")) else "name another folder"
         raise UserError(f"RUN {folder}: it has neither {folder.record.name} nor {COMPARISON}; {fix}")
     if not folder.record.exists():
-        alone = is_evaluation and not has_steps
-        run.notes.append("an evaluation has no settings and no steps" if alone else "run.json is missing: settings unknown")
+        only_scores = is_evaluation and not has_steps
+        note = "an evaluation has no settings and no steps" if only_scores else "run.json is missing: settings unknown"
+        run.notes.append(note)
     _read_metrics(run)
     newest = folder.record if folder.record.exists() else folder.result
     run.started = newest.stat().st_mtime if newest.exists() else None

@@ -177,7 +177,7 @@ def _settings(run: Recorded) -> Iterator[Finding]:
             break
     yield from findings
     if not findings:
-        yield holds("settings", f"run.yaml and run.json agree, and {len(steps)} steps had the learning rates that follow")
+        yield holds("settings", f"run.yaml, run.json and the learning rates of {len(steps)} steps agree")
 
 
 def _log(run: Recorded) -> Iterator[Finding]:
