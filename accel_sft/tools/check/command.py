@@ -138,7 +138,7 @@ class Audit:
         self.facts[split] = tokens.audit_tokens(encoding, tokenizer, assembly.encode.rules.eos_ids, self.findings)
 
     def _repeats(self) -> dict[str, dict[str, int]]:
-        """Score the expected answers (not with `--no-score`) and report repeated rows. Return each split's counts."""
+        """Score the expected answers unless `--no-score` is given; report repeated rows, and return their counts."""
         scores = OwnScores(self.task, self.splits, self.config.thinking)
         counts = {}
         for split, facts in self.facts.items():

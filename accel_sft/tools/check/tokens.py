@@ -156,7 +156,7 @@ def shares_rows(examples: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def quick_lines(findings: list[DataFinding], task_name: str) -> list[str]:
-    """Return a line for each finding that is not a note. If there are any, the last line names the command for more."""
+    """Return a line for each finding that is not a note, and one with the command for details; [] if all are notes."""
     lines = []
     for finding in findings:
         count, places = finding.count, ", ".join(row.where for row in finding.rows[:_NAMED])

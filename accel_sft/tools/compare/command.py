@@ -116,7 +116,7 @@ def settings_of(
     for name in sorted(behind & {"output_dir", "resume", "dry_run"}):
         raise UserError(f"{flag_of(name)} after --: the comparison sets this option for each run; leave it out")
     if twice := [flag_of(name) for name in sorted(named & behind)]:
-        raise UserError(f"{', '.join(twice)}: given both before and after --; give it once")
+        raise UserError(f"{', '.join(twice)}: given both before and after --; give each once")
     named |= behind
     if file := params["config_file"]:
         words = ["--config", str(expanded(file, "--config").absolute()), *words]

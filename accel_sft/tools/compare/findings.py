@@ -177,7 +177,7 @@ def _speed_and_memory(settings: Sequence[Setting]) -> Iterator[str]:
     best, *others = sorted(measured, key=lambda setting: -setting["median"][SPEED])
     speed = f"{shown(best['median'][SPEED])} tokens/s, {shown(best['median']['median_step_seconds'])} s a step"
     if any(_decided(best, setting) is None for setting in others):
-        yield "The fastest setting is not known: a setting has only one round that counts; --repeat 3 makes three."
+        yield "The fastest setting is not known: a setting has only one round that counts; --repeat 3 runs three."
     elif close := [setting for setting in others if not _decided(best, setting)]:
         gap = max(1 - setting["median"][SPEED] / best["median"][SPEED] for setting in close)
         spread = max(setting["spread"][SPEED] for setting in (best, *close))
@@ -199,7 +199,7 @@ def _disturbed(settings: Sequence[Setting]) -> Iterator[str]:
     for setting in settings:
         for number, causes in setting["disturbed"].items():
             disturbed = f"Round {number} of {setting['name']} (*) was disturbed ({'; '.join(causes)})"
-            yield f"{disturbed}: its times count only if the setting has no undisturbed round."
+            yield f"{disturbed}: its times count only if all rounds of the setting were disturbed."
 
 
 def _failures(settings: Sequence[Setting]) -> Iterator[str]:

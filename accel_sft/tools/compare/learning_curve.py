@@ -37,7 +37,7 @@ task that is still being learnt follows no curve exactly. Fitted to the jobs of 
 _FREEDOM = 4
 """Degrees of freedom of Student's t: its tails are heavy, so that one bad run does not bend the curve."""
 _AHEAD = 6
-"""Number of doublings of the rows in which the end of the gain is searched."""
+"""Number of doublings of the rows within which the end of the gain is searched for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Curve:
 
     @property
     def fell(self) -> int | None:
-        """The smallest size whose seeds all beat those of the largest, on average by `detectable`; else None."""
+        """The smallest size whose seeds all beat those of the largest, on average by `detectable`; or None."""
         last = [self.better * value for value in self.metrics[-1]]
         for size, metrics in zip(self.sizes, self.metrics, strict=True):
             values = [self.better * value for value in metrics]

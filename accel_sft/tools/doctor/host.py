@@ -28,7 +28,7 @@ more than the first number."""
 LITTLE_SHARED_MEMORY = 1 * GIB
 """Free bytes of /dev/shm that NCCL's documentation recommends for ranks on several GPUs."""
 LEAST_DISK, LITTLE_DISK = GIB // 4, 5 * GIB
-"""Free bytes below which a folder is a problem (too small for a run of the smallest model), and a warning."""
+"""Free bytes below which a folder is a problem (no run of the smallest model would fit), and for a warning."""
 _TRIAL_BYTES = 1 << 20
 """Size of the file that is written as a trial."""
 DISTRIBUTION = "accel-sft"
@@ -114,7 +114,7 @@ def versions(machine: Machine) -> Iterator[Finding]:
         required = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         what = "accel-sft is not installed, only imported: the versions of its libraries were not checked"
-        yield warning(what, "run bash setup.sh in the checkout, which installs all")
+        yield warning(what, "run bash setup.sh in the checkout: it installs all libraries")
         return
     fitting = {}
     for requirement in map(Requirement, required):

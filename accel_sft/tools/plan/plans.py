@@ -103,7 +103,7 @@ class Plan:
 
 
 def launch_of(file: Path, machine: PlannedMachine) -> Launch:
-    """Return the launch that the file starts: a rank for each GPU of each machine; on CPUs, as the file says."""
+    """Return the launch of the file: a rank for each GPU of each machine; on CPUs, as many ranks as the file sets."""
     launch = launch_of_yaml(file)
     if machine.gpus:
         launch = launch_of_yaml(file, *sized(launch, machine.gpus * max(launch.machines, 1)))

@@ -72,7 +72,7 @@ def run(task_name: str, task: Task, config: RehearseConfig) -> None:
         print(json.dumps(json_safe(report), indent=2, ensure_ascii=False))
     else:
         verdict = "the run would fail" if stages.failed else "no stage would fail"
-        print(f"{verdict} (rehearsed in {seconds:.0f} s" + (f"; its files are in {folder})" if keeps else ")"))
+        print(f"{verdict}; the rehearsal took {seconds:.0f} s" + f" and left its files in {folder}" * keeps)
     if stages.failed:
         raise SystemExit(1)
 
@@ -206,7 +206,8 @@ class Rehearsal:
         lines = made.output.splitlines()
         seen = [line for line in lines if line.startswith(("the adapter leaves out", "not trained,", "note: in "))]
         vain = [line.removeprefix("warning: ") for line in lines if line.startswith("warning: weights without")]
-        level = WARNS if self.config.adapter == "none" else FAILS  # of some models, only the authors train all parts
+        # some models have parts that only their authors train
+        level = WARNS if self.config.adapter == "none" else FAILS
         self.stages.ended("trained", *(Finding(level, line) for line in vain), seen="; ".join(seen))
 
     def resume(self, full_run: runs.Run) -> None:

@@ -178,7 +178,7 @@ def named(paths: list[str]) -> dict[str, Path]:
 def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
     """Read a folder with comparison.json; UserError if it is no comparison of this version.
 
-    Unless it is `alone` on the page, each of its settings' names begins with `name`, to differ from other comparisons'.
+    Unless the comparison is `alone` on the page, `name` precedes its settings' names: other comparisons may share them.
     """
     file = path / COMPARISON
     record = mapping(read_json(file))

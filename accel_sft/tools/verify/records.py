@@ -194,7 +194,7 @@ def _log(run: Recorded) -> Iterator[Finding]:
     if lost := sorted(run.saved.keys() - ends.keys()):
         same = [step for step in ends if step < lost[0]]
         since = f"after step {max(same)} and " if same else ""
-        yield differs(name, f"lines {since}up to step {lost[0]} have changed since this checkpoint was written")
+        yield differs(name, f"lines {since}up to step {lost[0]} have changed since that step's checkpoint")
     elif ends:
         later = len(chains) - 1 - ends[max(ends)]
         yield holds(name, f"the lines up to step {max(ends)} are as they were when checkpoints were written")
