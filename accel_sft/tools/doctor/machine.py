@@ -56,7 +56,7 @@ class Machine:
         return self.torch.device_count
 
     def launch(self, file: Path) -> Launch:
-        """The launch of a file on this machine: a process for each GPU of each machine; on CPUs, as many as the file sets."""
+        """The launch of a file here: one process per GPU of each machine; on CPUs, as many as the file sets."""
         return fitted(launch_of_yaml(file, *self.flags(file)), self.devices)
 
     def flags(self, file: Path) -> tuple[str, ...]:

@@ -235,7 +235,8 @@ def _context(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) ->
         if pair.misread and pair.read is not None and pair.read < len(pair.theirs or pair.prompt):
             replies = [_completed(endpoint, reference.raw_text(pair.prompt) * times, 1) for times in (1, 2)]
             if {reply.prompt_tokens for reply in replies if reply} == {pair.read}:
-                evidence = f"the server reads {pair.read} of {len(pair.prompt)} prompt tokens, also of a doubled prompt"
+                length = len(pair.prompt)
+                evidence = f"the server reads {pair.read} of {length} prompt tokens, and no more of a doubled prompt"
                 return Cause(CONTEXT, evidence, fix)
     for pair in pairs:
         tokens = pair.reply.tokens if pair.differs and pair.reply and pair.reply.finish == "length" else None

@@ -61,7 +61,7 @@ ALIKE = 0.15
 MOST_TOKENS = 2**17
 """Maximum number of tokens of one forward; no larger forward is tried."""
 MARGIN = 0.92
-"""Share of a memory that a prediction may fill without a warning; predictions are off by less on average."""
+"""Share of a memory that a prediction may fill without a warning; the rest exceeds the predictions' mean error."""
 _Memory = tuple[float | None, float | None]
 """Bytes of one GPU and of the host; None if unknown, or if there is no GPU."""
 _ADDED = {"gradient_checkpointing": "gradient_checkpointing", "eval_batch_size": "eval_rows"}

@@ -209,7 +209,7 @@ def _result(run_dir: RunDir) -> dict[str, Any]:
 
 
 def _lines(run: Recorded, segment: Segment, again: RunDir) -> tuple[list[str], float]:
-    """A line on the first difference, and the largest relative difference of losses (infinity if other values differ)."""
+    """The first difference in words, and the largest relative difference of losses (infinity: other values differ)."""
     within = range(segment.begin + (segment.begin > 0), segment.end + 1)
     made = {_key(line): line for line in read_lines(again.metrics)}
     differences: list[str] = []
