@@ -22,7 +22,7 @@ GRADES = ("error", "warning", "note")
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """One kind of finding: its grade (one of `GRADES`); what is wrong, worded to follow "3 rows: "; and the fix."""
+    """One kind of finding. `what` says what is wrong, in words that can follow "3 rows: "; `fix` says what to do."""
 
     grade: str
     what: str
@@ -92,7 +92,7 @@ class FoundRow:
     """One row that a finding names.
 
     Attributes:
-        index: the example's index in its split; None for an unreadable row, or a remark on the whole split.
+        index: the example's index in its split; None if the row is unreadable or the whole split is meant.
         like: split and index of the row that this row repeats; `like_place` is that row's file and line.
     """
 

@@ -236,7 +236,7 @@ def _print_splits(console: Console, splits: dict[str, dict[str, int]]) -> None:
 
 
 def _print_examples(console: Console, examples: Sequence[Shown]) -> None:
-    _heading(console, f"Examples, as the model reads them; {_OPENED}the tokens that carry loss{_CLOSED}")
+    _heading(console, f"Examples as the model reads them, with marks: {_OPENED}tokens that carry loss{_CLOSED}")
     for shown in examples:
         title = f"{shown.where}: {shown.tokens:,} tokens, {shown.supervised_tokens:,} with loss"
         _print_indented(console, Text(title, "dim"))

@@ -40,7 +40,7 @@ _PRECISIONS = ("no", "fp16", "bf16")
 Parse = Callable[[Sequence[str]], tuple[set[str], Callable[[], tuple[TrainConfig, Task]]]]
 """Takes a run's command-line words; returns the names of the given options, and a function for settings and task."""
 Offers = Mapping[type, Sequence[Setting]]
-"""The settings that may be varied, by the class that defines them: the trainer's and the task's."""
+"""Maps a class that defines settings (the trainer's or the task's) to its settings that may be varied."""
 Params = Mapping[str, Any]
 """The command line's parameters: the texts given for each setting in `Offers`, the command's own options
 (`cli.options.COMPARISON`), `config_file`, and `run_words`: the words after `--`, which every run gets."""

@@ -1,4 +1,4 @@
-"""Reads what each run measured from its folder, and summarises the runs of each setting."""
+"""Reads the measurements of each run from the run's folder, and summarises them for each setting."""
 
 import os
 import re

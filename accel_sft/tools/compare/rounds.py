@@ -137,7 +137,7 @@ def _run_once(
         shutil.rmtree(run_dir.path, ignore_errors=True)
         raise
     word, reason = outcome(ended, run_dir, log, limit)
-    run_dir.path.mkdir(exist_ok=True)  # a launch that failed early made no folder, but a folder marks the run as made
+    run_dir.path.mkdir(exist_ok=True)  # the folder marks the run as made, even if the launch failed before it made one
     return {
         "round": number,
         "status": word,

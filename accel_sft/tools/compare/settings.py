@@ -32,7 +32,7 @@ class ComparedSetting:
     """One combination of values, and how it is launched.
 
     Attributes:
-        values: option -> given value, the launcher's options included; secrets are left out.
+        values: maps the given options, the launcher's included, to values; secrets are left out.
         launch: `processes` and `precision`, as the launch file and the launcher's flags set them.
         launcher, words: the command's words before `-m accel_sft` and after it.
         environment: environment variables that the launch gets in addition to the user's own.

@@ -1,4 +1,4 @@
-"""`accel-sft doctor`: what this machine can run, what it lacks and how to fix it, and which launch files work."""
+"""`accel-sft doctor`: says what this machine can run, what it lacks, how to fix this, and which launch files work."""
 
 from __future__ import annotations
 

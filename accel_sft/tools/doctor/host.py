@@ -28,9 +28,9 @@ more than the first number."""
 LITTLE_SHARED_MEMORY = 1 * GIB
 """Free bytes of /dev/shm that NCCL's documentation recommends for ranks on several GPUs."""
 LEAST_DISK, LITTLE_DISK = GIB // 4, 5 * GIB
-"""Free bytes below which a folder is a problem (no run of the smallest model would fit), and for a warning."""
+"""Free bytes below which a folder is a problem (no run of the smallest model fits), and below which a warning."""
 _TRIAL_BYTES = 1 << 20
-"""Size of the file that is written as a trial."""
+"""Size of the file that is written to test a folder."""
 DISTRIBUTION = "accel-sft"
 USED = 0.1
 """Share of a GPU's memory that may already be in use without a warning."""

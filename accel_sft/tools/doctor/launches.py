@@ -72,7 +72,7 @@ def exchange_failure(backend: str, ranks: int, seconds: int) -> str:
     answer = ask(script("rank", backend, str(seconds), launcher=(*_TORCHRUN, str(ranks))), RANKS_SECONDS)
     if answer.status == 0:
         return ""
-    if answer.status is None or "(SIGALRM)" in answer.error:  # torchrun's summary of failed ranks has this
+    if answer.status is None or "(SIGALRM)" in answer.error:  # text in torchrun's summary of failed ranks
         return f"no sum within {seconds} s"
     causes = sorted(re.findall(r"^rank \d+: .*", answer.out, re.M))
     return causes[0] if causes else answer.reason("no reason given")

@@ -27,7 +27,7 @@ LEVELS = ("problem", "warning", "ok")
 """Levels of findings, the worst first. A problem means that training fails here, or that the check itself failed."""
 ok, problem = (functools.partial(Finding, level) for level in ("ok", "problem"))
 LIBRARIES = ("torch", "accelerate", "transformers", "peft", "deepspeed")
-"""Libraries in the order of their import. Without the last one, only launch files without DeepSpeed work."""
+"""Libraries in the order of their import. Without the last one, launch files that use DeepSpeed do not work."""
 FACTS_SECONDS = 300.0
 """Time limit for `torch_facts`; importing the libraries may take a minute from a slow disk."""
 __all__ = ["Finding", "Machine", "ok", "problem", "warning"]

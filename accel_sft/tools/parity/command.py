@@ -60,7 +60,7 @@ def parity(ctx: click.Context, run: str, as_json: bool, **options: Any) -> None:
 
 
 def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Compare and return what `--json` prints."""
+    """Compare the answers, and return what `--json` prints."""
     trained = Trained(run)
     record = trained.record
     if record is None:  # raised before the imports below, which take seconds
@@ -109,7 +109,7 @@ def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _result(reference: Any, endpoint: Any) -> dict[str, Any]:
-    """Compare the answers, score both sides, look for a cause, and return what `--json` prints."""
+    """Compare and score the answers of both, look for a cause of differences, and return all results."""
     from accel_sft.tools.parity.comparison import cause_of, compare, lead, served_answer
 
     pairs = compare(reference, endpoint)
@@ -173,7 +173,7 @@ def lines(result: dict[str, Any]) -> list[str]:
             f"nats     log-probabilities are off by {off['mean']:.2g} on average, {off['largest']:.2g} at most "
             f"({off['tokens']:,} tokens), {off['precision']}"
         )
-    rows.append(f"{metric['name']}  {metric['here']:.4g} here, {metric['served']:.4g} served")
+    rows.append(f"{metric['name']}  {metric['here']:.4g} by the run's weights, {metric['served']:.4g} by the server")
     if first := result["first_difference"]:
         rows.append(f"example {first['example']}, from token {first['token']} of the answer:")
         rows += [f"  {side:<6}  {one_line(first[side], 200)}" for side in ("run", "served")]

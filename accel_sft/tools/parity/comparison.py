@@ -20,7 +20,7 @@ TIE = 0.25
 """Rounding may swap tokens that differ by at most this many nats: two bfloat16 steps for logits between 16 and 32."""
 TEMPLATE, WEIGHTS, STOP, CONTEXT, OTHER = "chat template", "adapter not applied", "stop token", "context", "unknown"
 EXAMINED = 8
-"""Number of examples that are examined for a cause: each takes forwards here and requests to the server."""
+"""Maximum number of examples in which a cause is looked for, with forwards here and requests to the server."""
 
 
 class Reference:

@@ -1,4 +1,4 @@
-"""`accel-sft rehearse`: a complete run in minutes on a shrunk model, before the real run is paid for."""
+"""`accel-sft rehearse`: makes a complete run in minutes on a shrunk model, before you pay for the real run."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Rehearsal:
             self.reload(full_run, config, audited)
 
     def launch(self) -> list[str]:
-        """Audit the launch as the real run does."""
+        """Audit the launch as the real run does; return the words that start a rehearsal's run."""
         real, file, findings = None, None, []
         if self.config.launch:
             (_, file), *others = launch_files(self.config.launch)

@@ -176,7 +176,7 @@ class Stages:
         try:
             yield
         except UserError as error:
-            self.ended(name, *map(fails, error.problems))  # each a whole line: not every "; " comes before a fix
+            self.ended(name, *map(fails, error.problems))  # not split at "; ", which may not precede a fix
         except Exception as error:  # noqa: BLE001
             self.ended(name, fails(f"unexpected: {what_and_where(error)}"))
 

@@ -43,7 +43,7 @@ _SIZE_OF = {key: size for size, keys in _SIZES.items() for key in keys.split()}
 """Sizes of the shrunk model by key of config.json. The sizes must be consistent with each other."""
 _NOT_COPIED = {"config.json", "adapter_config.json", "README.md"}
 _BY_LAYER = ("_indices", "_indexes", "_ids", "_idx")
-"""Endings of names of lists that hold numbers of layers."""
+"""Endings of keys whose lists hold layer numbers."""
 
 
 def shrink(source: Source, folder: Path, config: TrainConfig) -> tuple[str, list[Finding]]:
@@ -95,7 +95,7 @@ def _smallest(real: Any, name: str, trusted: bool) -> tuple[Any, int, int]:
 
 
 def _narrow(real: Any, layers: int, count: int) -> Any:
-    """Return a configuration that is narrow, with the first `count` of its `layers` layers."""
+    """Return a narrow configuration with the first `count` of the real model's `layers` layers."""
     content = real.to_dict()
     content.pop("quantization_config", None)
     small = type(real).from_dict(dict(_values(content, layers, count, "")))

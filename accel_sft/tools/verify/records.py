@@ -28,7 +28,7 @@ from accel_sft.tracking.metrics_file import chained, read_lines
 from accel_sft.training.state import learning_rate
 
 LEVELS = ("differs", "open", "holds")
-"""Verdicts on a file or a segment of steps, the worst first; `open`: this machine cannot decide it."""
+"""Verdicts on a file or a segment of steps, the worst first. `open` means that this machine cannot decide."""
 
 
 def holds(subject: str, what: str) -> Finding:

@@ -28,9 +28,9 @@ from accel_sft.tracking.metrics_file import read_lines
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 _MEASURED = {"seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", KEY, *COSTS}
-"""Keys of metrics.jsonl for times and speeds: a second run has different ones."""
+"""Keys of metrics.jsonl for times and speeds, whose values differ in a second run."""
 _ALL = "1000000"
-"""--keep-checkpoints of a segment: the checkpoint at its end stays, however far the run gets before it is killed."""
+"""--keep-checkpoints for running a segment: so many that the checkpoint at its end stays until it is compared."""
 _COMPUTED = {"loss", "grad_norm"}
 """Keys of a step's line that rounding changes; all others are a function of data and settings."""
 _REFUSED = "the run was started with"
