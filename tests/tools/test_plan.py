@@ -353,7 +353,7 @@ def test_gpus_of_unknown_memory_are_asked_for(monkeypatch):
 def test_gpu_sharing_host_memory_is_planned_by_given_size(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(Name="NVIDIA GB10", MemoryInfo=None))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(UserError, match="as the driver does not report it for NVIDIA GB10"):
+    with pytest.raises(UserError, match="because the driver does not report it for NVIDIA GB10"):
         machine(None, None, 64)
     assert machine(None, 100, 64).gpu_bytes == 100 * GIB
 

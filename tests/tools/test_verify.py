@@ -232,7 +232,7 @@ def row_and_digest(run):
 
 changed_loss = agreeing(on(edit_lines, lower_loss))
 AGREEING = {
-    "a loss": (changed_loss, [4, 6], "steps 5 to 6: step 5: loss is"),
+    "a loss": (changed_loss, [4, 6], "steps 5 to 6: step 5: loss was"),
     "a moment": (
         agreeing(on(edit_checkpoint, 4, "exp_avg:")),
         [2, 4],
