@@ -154,7 +154,7 @@ TOOLS = {
     "rehearse": TaskTool(
         summary="Try a whole run on a shrunk model before you pay for it: what would fail, when, and the fix.",
         does="It takes minutes on CPUs, with the real options, data, tokenizer, template and launch file, and a random "
-        f"model of the same family. {_AS_TRAINING} Exit status: 0 if the run holds, 1 if a stage of it would fail.",
+        f"model of the same family. {_AS_TRAINING} Exit status: 0 if no stage of the run would fail, else 1.",
         run=_runs("accel_sft.tools.rehearse.command"),
         config_class=RehearseConfig,
         lists=_MOST_USED,

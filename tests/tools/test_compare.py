@@ -165,7 +165,7 @@ def test_an_interrupted_comparison_leaves_no_process_and_goes_on(tmp_path, monke
     process.send_signal(signal.SIGINT)
     printed = process.communicate()[0]
     assert process.returncode == 130, printed
-    assert "interrupted by SIGINT; to go on: the same command, with --output-dir" in printed
+    assert "interrupted by SIGINT; to resume, repeat the command with --output-dir" in printed
     assert forked_launches.marked(tmp_path) == []
     assert (read(tmp_path)["status"], read(tmp_path)["settings"][0]["runs"]) == ("interrupted", [])
     (tmp_path / "hold").unlink()
@@ -231,17 +231,17 @@ def test_command_line_decides_settings_and_words_of_runs(monkeypatch, task, give
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--launch z9", "--launch 'z9': no file, nor a name that `accel-sft launch-file` lists"),
+        ("--launch z9", "--launch 'z9': expected a file, a name that `accel-sft launch-file` lists"),
         ("--launch multinode_z3", "it is for 2 machines"),
         ("--max-steps 3", "--max-steps 3: the first 3 are not counted"),
-        ("--seed 1 -- --seed 2", "--seed: given before and after --"),
+        ("--seed 1 -- --seed 2", "--seed: given both before and after --"),
         ("-- --output-dir x", "--output-dir after --"),
         ("--lr-scheduler linear,bad", "--lr-scheduler bad: not one of"),
-        ("--mixed-precision bf17", "--mixed-precision 'bf17': not one of no, fp16, bf16"),
+        ("--mixed-precision bf17", "--mixed-precision 'bf17': expected one of no, fp16, bf16"),
         ("--profile", "--profile slows the first 5 steps: --discard-steps 5 or more"),
         ("--num-processes two", "--num-processes 'two': expected whole numbers"),
-        ("--output-dir taken", "not empty, and no comparison"),
-        ("--lora-r 8,32", "--lora-r: all settings would train the same, as --adapter none has no adapter"),
+        ("--output-dir taken", "not empty, and without a comparison"),
+        ("--lora-r 8,32", "--lora-r: all settings would train the same, because --adapter none has no adapter"),
     ],
 )
 def test_unmeasurable_settings_are_refused_before_the_first_launch(tmp_path, monkeypatch, arguments, message):
@@ -338,14 +338,14 @@ def test_findings_name_the_fastest_and_what_others_cost(tmp_path):
     assert "z0 is the fastest: 1,005 tokens/s" in findings
     assert "z2_offload takes 2.50 times the time of z0, -4.00 GiB on a GPU." in findings
     assert "differ by 1% at most (z2 from z0, step 3)" in findings
-    assert not re.search("Undecided|Conditions differ|precision", findings)
+    assert not re.search("undecided|Conditions differ|precision", findings)
     assert record["settings"][1]["ratio_to_best"] == pytest.approx(805 / 1005)
     assert record["settings"][1]["spread"]["tokens_per_second"] == pytest.approx(10 / 805)
     record["settings"][1]["launch"]["precision"] = "no"
     for run, version in zip(record["settings"][1]["runs"], ("2.13", "2.14"), strict=True):
         run["environment"]["versions"] = {"torch": version}
     findings = "\n".join(summary(record))
-    assert "Not all settings compute in the same precision (bf16, no)" in findings
+    assert "Settings compute in different precisions (bf16, no)" in findings
     assert "Conditions differ between runs: versions (" in findings
     record["settings"].append(copy.deepcopy(record["settings"][0]) | {"runs": [], "name": "z3"})
     summarised(record, tmp_path)
@@ -356,11 +356,9 @@ def test_findings_name_the_fastest_and_what_others_cost(tmp_path):
 def test_difference_below_spread_is_undecided_and_one_round_unknown(tmp_path):
     rows = [of_launch("z0", (1000, 1100)), of_launch("z2", (990, 1090))]
     text = "\n".join(made(tmp_path / "twice", ["launch"], rows)["findings"])
-    assert (
-        "Undecided which is the fastest: z0 and z2. They differ by 1.0% at most, rounds of one setting by 10%" in text
-    )
+    assert "fastest: z0 and z2. They differ by 1.0% at most, and rounds of one setting by 10%. z0: " in text
     record = made(tmp_path / "once", ["launch"], [(values, of_rounds[:1]) for values, of_rounds in rows])
-    assert record["findings"][0].startswith("The fastest setting is not known: one has a single round")
+    assert record["findings"][0].startswith("The fastest setting is not known: a setting has only one round")
     assert not any("is the fastest" in line for line in record["findings"][1:])
     assert record["settings"][0]["spread"]["tokens_per_second"] is None
 
@@ -379,12 +377,12 @@ def test_disturbed_round_is_marked_and_its_times_dropped(tmp_path):
     assert first["median"]["tokens_per_second"] == pytest.approx(1005)
     assert second["median"]["tokens_per_second"] == pytest.approx(410)
     assert first["median"]["metric_low"] == 0.42  # of all rounds, as the metric
-    assert "z0, round 3 (*): disturbed, its times count only if the setting has no other round (steps 2 to 9: " in text
+    assert "Round 3 of z0 (*) was disturbed (steps 2 to 9: other processes took 1.4 of 2 cores): its times" in text
     assert [str(text) for text in terminal_table(record).columns[0].cells] == ["z0 *", "z2 *"]
     assert list(csv.DictReader(io.StringIO(as_csv(record))))[2]["disturbed"].startswith("steps 2 to 9")
     first["runs"][1]["disturbed"] = ["steps 2 to 9: other processes took 1.0 of 2 cores"]
     findings = summarised(record, tmp_path)["findings"]
-    assert any("not known: one has a single round that counts; --repeat 3" in line for line in findings)
+    assert any("not known: a setting has only one round that counts; --repeat 3" in line for line in findings)
 
 
 def test_sweep_is_ranked_by_metric_and_not_by_speed(tmp_path):
@@ -392,13 +390,13 @@ def test_sweep_is_ranked_by_metric_and_not_by_speed(tmp_path):
     close = [of_sweep(1e-3, seed, metric, 0.1) for seed, metric in ((1, 0.92), (2, 0.90))]
     record = made(tmp_path, SWEPT, [of_sweep(1e-4, 1, 0.5, 0.9), of_sweep(1e-4, 2, 0.5, 0.9), *close, *good])
     assert record["findings"][:2] == [
-        "Undecided which is the best by accuracy after training: learning-rate 0.0003 and learning-rate 0.001. They "
-        "differ by 0.03 at most; other seeds or other examples may reverse their order.",
+        "It is undecided which setting is best by accuracy after training: learning-rate 0.0003 and learning-rate "
+        "0.001. They differ by 0.03 at most; other seeds or other examples may reverse their order.",
         "By accuracy, the best first: learning-rate 0.0003: 0.94 (median of 3, 0.9 to 0.96), validation loss 0.1; "
         "learning-rate 0.001: 0.91 (median of 2, 0.9 to 0.92), validation loss 0.1; "
         "learning-rate 0.0001: 0.5 (median of 2, 0.5 to 0.5), validation loss 0.9.",
     ]
-    assert not any(re.search("fastest|one seed", line) for line in record["findings"])
+    assert not any(re.search("fastest|One seed", line) for line in record["findings"])
     table = terminal_table(record)
     titles = ["learning rate", "seed", "accuracy", "loss", "tokens/s", "spread", "of best"]
     assert [str(column.header) for column in table.columns] == titles
@@ -409,8 +407,8 @@ def test_equal_and_missing_metrics_and_one_seed_are_named(tmp_path):
     rows = [of_sweep(1e-4, 1, 1.0, 0.3), of_sweep(3e-4, 1, 1.0, 0.1), of_sweep(1, 1, None, None)]
     findings = made(tmp_path / "equal", SWEPT, rows)["findings"]
     both = "learning-rate 0.0003 and learning-rate 0.0001"  # the lower validation loss first
-    assert findings[0].startswith(f"Undecided which is the best by accuracy after training: {both}. They differ by 0 ")
-    assert findings[2] == "With one seed it is not known whether such differences repeat; --seed 1,2,3 shows it."
+    assert f"undecided which setting is best by accuracy after training: {both}. They differ by 0 " in findings[0]
+    assert findings[2] == "One seed does not show whether such differences repeat; compare several with --seed 1,2,3."
     record = made(tmp_path / "none", SWEPT, [of_sweep(1e-4, 1, None, None), of_sweep(3e-4, 1, None, None)])
     line = "Settings cannot be ranked: no run has accuracy after training; leave out --eval-every off."
     assert record["findings"][0] == line
@@ -446,7 +444,7 @@ def test_a_difference_that_other_examples_may_turn_round_is_undecided(tmp_path):
     record = answered(tmp_path, [of_sweep(rate, 1, 0.5, 0.1) for rate in (1e-4, 3e-4, 1e-3)], (62, 60, 20))
     findings = record["findings"]
     both = "learning-rate 0.0001 and learning-rate 0.0003. They differ by 0.02 at most"
-    assert findings[0].startswith(f"Undecided which is the best by accuracy after training: {both}")
+    assert findings[0].startswith(f"It is undecided which setting is best by accuracy after training: {both}")
     assert "learning-rate 0.0001: 0.62 (95%: 0.52 to 0.72), validation loss 0.1;" in findings[1]
     assert re.search(r"0.0003: [^;]*, no difference that 100 examples can show; [\d,]+ would; ", findings[1])
     assert re.search(r"0.001: [^;]*, worse \(-0.42, -0.\d\d to -0.\d\d\)\.", findings[1])

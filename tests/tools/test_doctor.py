@@ -116,7 +116,7 @@ def test_unwritable_folder_is_a_problem_where_it_is_needed(tmp_path, monkeypatch
     monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "file" / "cache"))
     findings = {finding.what.split(":")[0]: finding for finding in host.disk(machine(runs=tmp_path / "file" / "runs"))}
     assert findings["runs"].level == "problem"
-    assert findings["runs"].fix.endswith("or name another with --output-dir")
+    assert findings["runs"].fix.endswith("or name another folder with --output-dir")
     assert findings["token cache"].level == "warning"  # a run does without it
     assert not (tmp_path / "runs").exists()
 
@@ -192,7 +192,7 @@ JUDGED = [
     (host.gpus, {"driver_failure": "Unknown Error"}, "problem", "Unknown Error: restart the machine"),
     (host.gpus, GPUS | {"driver_failure": "Unknown Error"}, "warning ok", "Unknown Error"),
     (host.cuda, SEEN, "ok", "the driver runs up to 13.0"),
-    (host.cuda, HIDDEN | {"driver_cuda": 12040}, "problem", "for CUDA 13.0, the driver runs up to 12.4"),
+    (host.cuda, HIDDEN | {"driver_cuda": 12040}, "problem", "for CUDA 13.0; the driver runs up to 12.4"),
     (host.cuda, HIDDEN | {"cuda": None}, "problem", "torch 2.13.0 is a build without CUDA"),
     (host.cuda, HIDDEN | {"cuda_complaint": "CUDA unknown error"}, "problem", "no GPU: CUDA unknown error"),
     (host.copies, {"copies": {"0": {"from": 26.0, "to": 25.0}}}, "ok", "26 GB/s from pinned memory, 25 GB/s to"),
@@ -257,7 +257,7 @@ def state(**other):
     ("state", "expected", "words"),
     [
         (state(failure="OSError: ill"), "problem", "rm -r /ext/cpu_adam: the next launch compiles it anew"),
-        (state(compiled=False), "ok", "minutes): the first launch does it"),
+        (state(compiled=False), "ok", "minutes): the first launch compiles it"),
         (state(locks=[["another compiles it", "wait"]]), "warning ok", "another compiles it: wait"),
     ],
 )

@@ -27,7 +27,7 @@ def test_parts_are_trained_smallest_first_and_page_has_curve(called, monkeypatch
     counts = [json.loads(path.read_text())["config"]["train_limit"] for path in sorted(tmp_path.rglob("run.json"))]
     assert counts == ["8", "32", "64"]
     assert record["findings"][0].startswith("accuracy after training is 0 with 8 rows, 0 with 32 rows, 0 with 64 rows")
-    assert "All trainings ended alike, which says nothing about more rows" in " ".join(done.output.split())
+    assert "All trainings ended with the same metric, so more rows cannot be judged." in " ".join(done.output.split())
     assert record["command"].startswith("accel-sft how-much math ")
     monkeypatch.setattr("accel_sft.tools.compare.command.lock", lambda folder: None)  # this process has locked it
     again = called("how-much", *job, run_dir=tmp_path)
@@ -42,11 +42,11 @@ def test_parts_are_trained_smallest_first_and_page_has_curve(called, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--train-examples 20", "20 training rows are too few, as a part has at least 8: a curve needs 3 numbers"),
-        ("--sizes 8,16", "--sizes 8,16: too few: a curve needs 3 numbers of rows"),
+        ("--train-examples 20", "20 training rows are too few for parts of at least 8 rows; a curve needs at"),
+        ("--sizes 8,16", "--sizes 8,16: too few sizes; a curve needs at least 3 different numbers"),
         ("--train-examples 64 --sizes 8,16,65", "--sizes '65': give comma-separated row counts, each at most 64 (the"),
-        ("--learning-rate 1e-3,1e-4", "--learning-rate: how-much varies the rows and the seed only"),
-        ("-- --seed 3", "--seed after --: how-much sets it for each training"),
+        ("--learning-rate 1e-3,1e-4", "--learning-rate: how-much varies only the number of rows"),
+        ("-- --seed 3", "--seed after --: how-much sets this for each training"),
     ],
 )
 def test_rows_without_a_curve_are_refused_before_training(tmp_path, monkeypatch, called, arguments, message):
@@ -130,12 +130,12 @@ def test_sentences_name_gain_of_more_rows_and_its_end():
     assert rising[0].startswith("f1 after training is 0.51 (0.5 to 0.52) with 500 rows, 0.605 (0.6 to 0.61) with")
     assert re.fullmatch(
         r"With 4,000 more rows \(8,000 in all\) f1 is forecast at 0\.7\d+ \(95%: 0\.7\d+ to 0\.\d+\), "
-        r"a change of \+0\.0\d\d? against 0\.7\d+ forecast for 4,000\.",
+        r"a change of \+0\.0\d\d? from the 0\.7\d+ forecast for 4,000\.",
         rising[1],
     )
-    assert rising[2].startswith("The validation examples show no difference below 0.028")
+    assert rising[2].startswith("The validation examples cannot show differences below 0.028")
     flat = [*in_sentences(made(dict.fromkeys((500, 1000, 2000, 4000), (0.9, 0.91))))]
-    assert "beyond about 4,000 rows no larger gain is expected." in flat[2]
+    assert "Beyond about 4,000 rows, no gain above this is expected" in flat[2]
 
 
 def test_flat_forecast_is_no_gain_after_a_worse_largest_part():
@@ -144,7 +144,7 @@ def test_flat_forecast_is_no_gain_after_a_worse_largest_part():
     sentences = [*in_sentences(record)]
     assert "0.25 (0.2 to 0.3) with 150 rows." in sentences[0]
     assert abs(twice - now) < 0.02  # against the 0.25 that was measured it would be 0.05
-    assert f"a change of {twice - now:+.2g} against {now:.4g} forecast for 150." in sentences[1]
+    assert f"a change of {twice - now:+.2g} from the {now:.4g} forecast for 150." in sentences[1]
 
 
 def test_metric_better_when_lower_is_forecast_to_fall():

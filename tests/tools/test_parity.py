@@ -136,7 +136,7 @@ def test_command_ends_with_a_status_and_refuses_the_incomparable(run, tmp_path, 
     with serving(served_with(run, "vllm", ends=False)) as url:
         done = accel_sft("parity", str(run), "--url", url, "--examples", "3")
     assert done.status == 1, done.output
-    assert "prompts  3 of 3 are those of training, token by token\n" in done.output
+    assert "prompts  3 of 3 are those of training, compared token by token\n" in done.output
     line = r"cause    stop token: example \d: the server's answer continues after '<\|im_end\|>', as the"
     assert re.search(line, done.output)
     assert "differs  the server's answers are not the run's\n" in done.output
@@ -161,8 +161,8 @@ def test_refusal_counts_as_context_unless_longer_prompts_were_answered():
         answered = Pair(None, Encoded(0, [1] * 5, 5), [2], Reply("a", "stop"))
         return comparison.cause_of(None, None, [*pairs, answered])
 
-    assert cause(9)[:2] == (comparison.CONTEXT, "1 example refused: no system turn")
-    assert cause(4, 9)[:2] == (comparison.OTHER, "2 examples refused: no system turn")
+    assert cause(9)[:2] == (comparison.CONTEXT, "the server refused 1 example: no system turn")
+    assert cause(4, 9)[:2] == (comparison.OTHER, "the server refused 2 examples: no system turn")
 
 
 def test_left_out_thinking_and_split_characters_are_no_differences():

@@ -201,7 +201,7 @@ def test_full_7b_on_small_gpus_shows_host_disk_and_adapter(called, models):
     assert "dp_replicate 2 over 2 ranks (fsdp) is not supported" in " ".join(table.split())
     printed = " ".join(printed.split())
     assert "Recommended: z3_nvme" in printed
-    assert "; --adapter lora needs far less memory, with --load-in-4bit less still." in printed
+    assert "; --adapter lora needs far less memory, and with --load-in-4bit even less." in printed
     assert "a checkpoint 85.1 GiB, 3 at once (--keep-checkpoints 2); 127.7 GiB on the NVMe drive" in printed
 
 
@@ -299,7 +299,7 @@ def test_one_machines_roomy_plan_is_recommended_and_others_explained():
     assert best is offload
     assert why == "the simplest of the fastest that fit"
     best, why = plans.recommended([fitting("multinode_z3", 1.0, machines=2, tight=True)])
-    assert "; it needs 2 such machines; it comes within 8% of the memory there is" in why
+    assert "; it needs 2 such machines; it leaves less than 8% of a memory free" in why
 
 
 def test_json_and_details_have_every_phase(plan):
@@ -353,7 +353,7 @@ def test_gpus_of_unknown_memory_are_asked_for(monkeypatch):
 def test_gpu_sharing_host_memory_is_planned_by_given_size(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(Name="NVIDIA GB10", MemoryInfo=None))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(UserError, match="as the driver does not report it for NVIDIA GB10"):
+    with pytest.raises(UserError, match="because the driver does not report it for NVIDIA GB10"):
         machine(None, None, 64)
     assert machine(None, 100, 64).gpu_bytes == 100 * GIB
 

@@ -136,9 +136,9 @@ def test_exported_weights_that_are_not_the_trained_ones_are_found(tmp_path):
     rows = encode(tokenizer, Sums(), Sums().dataset("train"), "train", **rules).kept
     exported = Reloaded(final, TrainConfig(), rows)
     loss = exported.loss()
-    other = "the exported weights do not predict as the trained ones did"
+    other = "the exported weights do not predict as the trained weights did"
     for evaluated, said in (([2, 1], []), ([2, 1.01], [other]), ([1, 1], ["nothing was learnt"]), ([], [])):
         findings = exported.reload([loss * share for share in evaluated], "no")[1]
         assert [finding.what.split(":")[0] for finding in findings] == said
     none = Reloaded(final, TrainConfig(), [])  # --max-length leaves the evaluated ones out
-    assert none.reload([loss], "no") == ("loaded; no evaluated row is left to compare losses by", [])
+    assert none.reload([loss], "no") == ("loaded; losses are not compared, because no evaluated row is left", [])

@@ -161,7 +161,7 @@ def test_killed_and_training_runs_are_shown_so_far(two, tmp_path):
         assert read_run(killed, "killed").status == "running"
     finally:
         os.close(descriptor)
-    assert "no process here works in its folder: it was killed" in elements_of(tmp_path, killed).prose()
+    assert "no process on this machine works in its folder: it was killed" in elements_of(tmp_path, killed).prose()
     (killed / "result.json").write_text('{"status": "failed", "error": "the disk is full; free space"}')
     assert "failed: the disk is full; free space" in elements_of(tmp_path, killed).prose()
     (killed / "result.json").write_text('{"status": "interrupted", "error": "SIGTERM"}')
@@ -187,7 +187,7 @@ def test_endless_files_are_named_unread(two, tmp_path):
     (endless / "metrics.jsonl").unlink()
     (endless / "metrics.jsonl").symlink_to("/dev/zero")
     printed = report(endless, "--output", tmp_path / "page.html")
-    assert printed.count("cannot be read: it is no regular file") == 4
+    assert printed.count("cannot be read: it is not a regular file") == 4
 
 
 @pytest.mark.parametrize(("step", "cell"), [(0, ("0.5", "", "")), (4, ("", "0.5", ""))])
@@ -207,7 +207,7 @@ def test_what_is_no_run_is_refused_in_a_line(two, tmp_path):
     with pytest.raises(UserError) as raised:
         report(*(tmp_path / name for name in names), "--output", tmp_path / "page.html")
     wanted = ["no such folder", "not a folder", "neither run.json nor comparison.json"]
-    wanted += ["not the record of a run", "name those in it"]
+    wanted += ["not the record of a run", "name the runs in it"]
     assert len(raised.value.problems) == len(names)
     for name, what, line in zip(names, wanted, raised.value.problems, strict=True):
         assert name in line
@@ -232,7 +232,7 @@ def test_an_evaluation_by_itself_has_its_answers_on_the_page(two, tmp_path):
     shutil.copy(two[0] / "samples" / "step-000006.jsonl", folder / "samples-tuned.jsonl")
     result = {"status": "complete", "task": "math", "after": {"accuracy": 0.5}, "weights": {"base": "B", "tuned": "T"}}
     (folder / "result.json").write_text(json.dumps(result))
-    line = "evaluation: complete; an evaluation: no settings, no steps"
+    line = "evaluation: complete; an evaluation has no settings and no steps"
     assert line in report(folder, "--output", tmp_path / "page.html")
     evaluations = elements_of(tmp_path, folder).data()["answers"]["evaluations"]
     assert [(evaluation["label"], evaluation["count"]) for evaluation in evaluations] == [("B", 30), ("T", 30)]
@@ -336,7 +336,7 @@ def test_comparison_shows_findings_settings_and_curves(comparison, tmp_path):
     assert "z0 is the fastest that fits." in text
     assert "step time (s) tokens/s peak host memory, largest rank (GiB) reason" in text
     assert "z0 complete 1 0.5 100 (2.0%) 2" in text
-    assert "z3, round 1 : out of memory: killed by the kernel; its folder is not there" in text
+    assert "z3, round 1 : out of memory: killed by the kernel; its folder is missing" in text
     assert [run["name"] for run in data["runs"]] == ["z0, round 1", "z3, round 1"]
     assert [curve["name"] for curve in data["series"]] == ["z0", "z3"]
 

@@ -154,16 +154,16 @@ row = on(edit_text, "../rows.jsonl", '"a": 3,', '"a": 4,')
 LINES = "metrics.jsonl: lines"
 TAMPERINGS = [
     (row, "rows.jsonl: its content is not what the run was trained on"),
-    (on(edit_text, "../sums.py", "['a']}+", "['b']}+"), "sums.py is not what the run was made with"),
+    (on(edit_text, "../sums.py", "['a']}+", "['b']}+"), "sums.py differs from the file that the run used"),
     (on(edit_record, config__learning_rate=None), "run.json: its records cannot be understood (AssertionError"),
     (agreeing(on(both, "learning_rate", 0.5)), "step 1 had learning rate"),
     (on(both, "seed", 6), "step-000006: written with other settings than run.json"),
     (on(edit_record, data_sha256="0" * 64), "written with other data than"),
-    (on(edit_lines, slower), f"{LINES} up to step 2 are not those"),
+    (on(edit_lines, slower), f"{LINES} up to step 2 have changed"),
     (agreeing(on(edit_lines, lambda lines: lines.pop(3))), "the line of step 4 is where that of step 3 is expected"),
     (lambda run: flip_bit(next(run.checkpoint(4).glob("*.safetensors"))), "rank-0000-000.safetensors has other bytes"),
-    (on(edit_checkpoint, 4, "weights"), "step-000004: it is not the one that was there when step-000006 was written"),
-    (on(drop_checkpoint, 2), "step-000002: is missing; it was kept when step 6"),
+    (on(edit_checkpoint, 4, "weights"), "step-000004: it is not the checkpoint that was there when step-000006 was"),
+    (on(drop_checkpoint, 2), "step-000002: is missing; it was there when step 6"),
     (rename_checkpoint, "step-000004: it was written as the checkpoint of step 2"),
     (on(edit_weights, "final/adapter_model"), "final/adapter_model.safetensors: has"),
     (lambda run: (run.final / "config.json").write_text("{}"), "final/config.json: was added"),
@@ -210,10 +210,10 @@ def test_installed_task_is_held_to_its_files_and_their_imports(honest, monkeypat
     older = {"task_libraries": {"sacrebleu": "1.0"}}
     assert findings("differs", **older) == []
     (line,) = findings("open", **older)
-    assert line.startswith("task: what it imports: sacrebleu 1.0, here ")
+    assert line.startswith("task: the task's libraries differ (sacrebleu 1.0, here ")
     monkeypatch.setattr(fingerprint, "_distributions", dict)
     assert findings("differs") == []
-    assert "task: a library that it imports is not installed here" in "".join(findings("open"))
+    assert "task: not compared, because a library that the task imports" in "".join(findings("open"))
 
 
 def lower_loss(lines):
@@ -232,7 +232,7 @@ def row_and_digest(run):
 
 changed_loss = agreeing(on(edit_lines, lower_loss))
 AGREEING = {
-    "a loss": (changed_loss, [4, 6], "steps 5 to 6: step 5: loss is"),
+    "a loss": (changed_loss, [4, 6], "steps 5 to 6: step 5: loss was"),
     "a moment": (
         agreeing(on(edit_checkpoint, 4, "exp_avg:")),
         [2, 4],
@@ -328,7 +328,7 @@ def test_another_machines_run_is_held_to_its_curve(honest, forks):
     run = Recorded.read(honest)
     finding = segments.run_again(run, segments.Segment(4, 6), 1.0)
     assert finding.level == "holds"
-    assert "bits may differ: processor then: another, here: " in finding.what
+    assert "bits may differ: processor (another in the run, " in finding.what
     finding = segments.run_again(run, segments.Segment(4, 6), 0.0)
     assert finding.level == "differs"
     assert "more than --tolerance 0" in finding.what

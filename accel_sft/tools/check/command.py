@@ -36,7 +36,7 @@ from accel_sft.training.prepare import Assembly, plan_steps, texts_of
 
 
 def run(task_name: str, task: Task, config: CheckConfig) -> None:
-    """Audit the data for `--model`, and print the findings; exit with status 1 on errors or, if strict, warnings."""
+    """Audit the data for `--model` and print the findings. Exit with status 1 on errors or, if strict, warnings."""
     if under_launcher() or "LOCAL_RANK" in os.environ:
         raise UserError(
             f"accel-sft check {task_name} runs in one process: "
@@ -76,7 +76,7 @@ class Audit:
         self.facts: dict[str, tokens.TokenFacts] = {}
 
     def report(self) -> Report:
-        """Run the steps of the audit, each after the steps whose results it needs."""
+        """Run all steps of the audit and return the report."""
         repeats: dict[str, dict[str, int]] = {}
         steps, shown, labels = None, [], Labels()
         readable = {
@@ -106,7 +106,7 @@ class Audit:
         )
 
     def _source(self, readable: dict[str, np.ndarray]) -> Source | None:
-        """Find the model's files. Builds `tiny` from the readable training rows; returns None if no row is readable."""
+        """Find the model's files. Build `tiny` from the readable training rows; without such rows, return None."""
         config, base = self.config, None
         if config.model == "tiny" and not config.init_from:
             rows, train = np.flatnonzero(readable.get("train", ())), self.splits.get("train", ())
@@ -138,13 +138,13 @@ class Audit:
         self.facts[split] = tokens.audit_tokens(encoding, tokenizer, assembly.encode.rules.eos_ids, self.findings)
 
     def _repeats(self) -> dict[str, dict[str, int]]:
-        """Score the expected answers, unless `--no-score` is given, and report repeated rows; return their counts."""
+        """Score the expected answers unless `--no-score` is given; report repeated rows, and return their counts."""
         scores = OwnScores(self.task, self.splits, self.config.thinking)
         counts = {}
         for split, facts in self.facts.items():
             if self.config.score:
                 scores.audit(split, facts.indices.tolist(), self.findings)
-            # a program that makes rows may repeat them on purpose
+            # a task that generates its rows may repeat them on purpose
             grade = "warning" if isinstance(self.splits[split], Rows) or split == "validation" else "note"
             copies = tokens.report_copies(facts, split, self.findings, grade)
             first, accepted = tokens.first_with_same(facts.prompts), 0

@@ -1,4 +1,4 @@
-"""What an audit finds: the codes with their fixes, and each code's rows, with their files and lines.
+"""Defines the codes of an audit's findings, with their fixes, and collects the rows of each code by file and line.
 
 docs/check.md lists the codes. `error`: training refuses the data, or would learn or measure something wrong.
 `warning`: training leaves the row out, or the row is most likely a mistake. `note`: worth knowing. The meaning of a
@@ -22,7 +22,7 @@ GRADES = ("error", "warning", "note")
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """One kind of finding: its grade (one of `GRADES`); what is wrong, worded to follow "3 rows: "; and the fix."""
+    """One kind of finding. `what` says what is wrong, in words that can follow "3 rows: "; `fix` says what to do."""
 
     grade: str
     what: str
@@ -31,25 +31,26 @@ class Code:
 
 _CODES = """
 D101 error: not JSON, and training refuses the file -> fix these lines, or take them out
-D102 error: the task's reader refuses the row, and training refuses the file -> give the field what is expected there
+D102 error: the task's reader refuses the row, and training refuses the file -> fix the field named here
 D103 error: the examples cannot be read -> fix the problem named here; the split could not be checked
 D104 warning: the task's reader leaves the row out -> fix the row, or take it out
 D201 error: messages() or target() fails, or does not return a conversation -> fix the row, or the task's method
 D202 error: the model's chat template rejects the messages -> give roles and an order that this template takes
 D203 error: the prompt is not a prefix of prompt and answer -> change what the answer begins with
-D204 error: the chat template drops or changes the answer -> --thinking keep if it is thinking; else change target()
+D204 error: the chat template drops or changes the answer
+    -> if thinking was dropped, use --thinking keep; otherwise change target()
 D205 error: training refuses these examples -> fix the problem named here
 D206 warning: the answer is empty, and the row is left out -> write the answer, or take the row out
-D207 warning: only the system turn has text -> write the question: without one, the model learns to answer nothing
+D207 warning: only the system turn has text -> write the question: the model would learn to answer without a question
 D208 warning: special tokens of the model are written in the texts
-    -> take them out: they are learnt as characters; if a template wrote them: --control-tokens tokens
+    -> take them out: they are learnt as characters; if a template wrote them, use --control-tokens tokens
 D209 error: the answer's own text has a token that ends the turn -> take it out: the chat template ends the turn
 D210 warning: characters that come from a wrong encoding -> save the source as UTF-8, without control characters
 D211 note: the answer begins or ends with white space -> strip it, unless it is intended
 D213 error: the chat template drops the text of a message -> use a chat template that writes every message
 D215 warning: the chat template's prompts do not end with the answer's header, so the header is learnt too
     -> let the template end with the header if add_generation_prompt: servers would show a learnt header in answers
-D216 warning: a label is spelt almost like a frequent label -> spell both alike, unless they are two labels
+D216 warning: a label is spelt almost like a frequent label -> spell both alike, unless they are different labels
 D217 warning: a text is what programs write for a missing value, such as nan or None
     -> leave the value empty, or take the row out, unless the word is intended: it is learnt as a word
 D218 warning: a label is trained on, and no validation row tests it
@@ -91,7 +92,7 @@ class FoundRow:
     """One row that a finding names.
 
     Attributes:
-        index: the example's index in its split; None for an unreadable row, or a remark on the whole split.
+        index: the example's index in its split; None if the row is unreadable or the whole split is meant.
         like: split and index of the row that this row repeats; `like_place` is that row's file and line.
     """
 

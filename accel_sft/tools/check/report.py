@@ -1,5 +1,5 @@
-"""The report of an audit: findings, figures of splits and steps, and rows as the model reads them; on the terminal, as
-JSON or as a page."""
+"""Formats an audit's report for the terminal, as JSON or as an HTML page: findings, figures of splits and steps, and
+rows as the model reads them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from accel_sft.rows.rows import example_name
 from accel_sft.tools.check.findings import GRADES, DataFinding, FoundRow
 
 ROWS, _PAGE_ROWS = 5, 200
-"""Maximum number of a finding's rows that are printed, and that a page lists."""
+"""Maximum number of a finding's rows that the terminal shows, and maximum for the HTML page."""
 _OPENED, _CLOSED = "⟦", "⟧"
 """Marks around the tokens that carry loss."""
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _END = 400
-"""Number of characters shown of the beginning, and of the end, of a prompt or an answer."""
+"""Number of characters shown at each end of a long prompt or answer; the middle is left out."""
 _UNWRAPPED, _PAGE_COLUMNS = 10_000, 120
-"""Widths in characters: of output that is not a terminal (larger than any line), and of a page."""
+"""Widths in characters: for output that is not a terminal (wider than any line), and for the HTML page."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Report:
     """The result of an audit of a task's data for a model.
 
     Attributes:
-        findings: the gravest first.
-        splits: `split_figures` by split.
+        findings: sorted, the gravest first.
+        splits: maps a split to its `split_figures`.
         steps: `step_figures`; None if the training split cannot be used.
         notes: lines on how the data was read, such as what the chat template did.
     """
@@ -68,7 +68,7 @@ class Report:
         return sum(finding.grade == grade for finding in self.findings)
 
     def failed(self, strict: bool) -> bool:
-        """Whether there are errors or, with `strict`, warnings."""
+        """Whether there are errors; with `strict`, whether there are errors or warnings."""
         return bool(self.count("error") or (strict and self.count("warning")))
 
     @property
@@ -107,7 +107,7 @@ def split_figures(encoding: StoredEncoding | None, rows: int, repeats: dict[str,
 
 
 def step_figures(plan: StepPlan) -> dict[str, float]:
-    """The sizes of the step plan. In means over rows, each data source counts by its share."""
+    """The numbers of steps, rows and tokens in a step plan. Means over rows weight each data source by its share."""
     return {
         "steps": plan.total_steps,
         "global_batch_size": plan.global_batch_size,
@@ -131,7 +131,7 @@ def shown_rows(encoding: StoredEncoding, tokenizer: Any, count: int) -> list[Sho
 
 
 def _marked(tokenizer: Any, row: Encoded) -> str:
-    """The row's text, special tokens included, marked where loss begins and ends; long parts are cut in the middle."""
+    """The row's text with special tokens, and with marks where loss begins and ends. Long parts lose their middle."""
     begins = {span.start for span in row.learnt}
     bounds = sorted({0, len(row.input_ids), *begins, *(span.stop for span in row.learnt)})
     # some tokenizers drop the space before a text's first word, so each part is decoded with all text before it
@@ -162,7 +162,7 @@ def page_of(report: Report) -> str:
 
 
 def print_report(report: Report, stream: TextIO) -> None:
-    """Print the report, wrapped to the width of a terminal; elsewhere unwrapped and without colour."""
+    """Print the report: on a terminal wrapped to its width, elsewhere unwrapped and without colour."""
     width = terminal.columns() if stream.isatty() else _UNWRAPPED
     _print(report, Console(file=stream, highlight=False, width=width, soft_wrap=False), ROWS)
 
@@ -181,11 +181,11 @@ def _print(report: Report, console: Console, most_rows: int) -> None:
         _print_splits(console, report.splits)
     if steps := report.steps:
         _heading(console, "Training")
-        of_epoch = f"{steps['tokens_per_epoch']:,} tokens, {steps['supervised_tokens_per_epoch']:,} with loss"
+        per_epoch = f"{steps['tokens_per_epoch']:,} tokens, {steps['supervised_tokens_per_epoch']:,} with loss"
         size = f"{counted(int(steps['steps']), 'step')} of {steps['global_batch_size']:,} rows on any number of GPUs"
-        _print_indented(console, Text(f"{size}, {steps['epochs']:.3g} epochs of {of_epoch}"))
+        _print_indented(console, Text(f"{size}, {steps['epochs']:.3g} epochs of {per_epoch}"))
     if report.notes:
-        _heading(console, "How it was read")
+        _heading(console, "How the data was read")
         for note in report.notes:
             _print_indented(console, Text(note))
     if report.examples:
@@ -236,7 +236,7 @@ def _print_splits(console: Console, splits: dict[str, dict[str, int]]) -> None:
 
 
 def _print_examples(console: Console, examples: Sequence[Shown]) -> None:
-    _heading(console, f"Examples, as the model reads them; {_OPENED}the tokens that carry loss{_CLOSED}")
+    _heading(console, f"Examples as the model reads them, with marks: {_OPENED}tokens that carry loss{_CLOSED}")
     for shown in examples:
         title = f"{shown.where}: {shown.tokens:,} tokens, {shown.supervised_tokens:,} with loss"
         _print_indented(console, Text(title, "dim"))

@@ -19,8 +19,8 @@ class OwnScores:
     """Scores expected answers by the task's main metric.
 
     An answer is perfect if its metric has the best possible value: 1 if higher is better and all values of the split
-    are between 0 and 1, else the best value of the split. For an example with nothing to find, F1 alone is 0. So an
-    answer that is not perfect alone is scored once more together with a perfect answer. `unjudged` says why answers
+    are between 0 and 1, else the best value of the split. An example with nothing to find has F1 0 on its own. So an
+    answer that is not perfect on its own is scored again, together with a perfect answer. `unjudged` says why answers
     cannot be scored one by one; it is empty if they can.
     """
 
@@ -79,7 +79,7 @@ class OwnScores:
         return None if chat.calls else wanted(chat, self._thinking)
 
     def _metric(self, scores: list[dict[str, Any]]) -> float | None:
-        """The main metric of answers with these scores; None if aggregate() fails, as it may on so few answers."""
+        """The main metric of answers with these scores; None if aggregate() fails, as it may on few answers."""
         try:
             return float(self.task.aggregate(scores)[self.task.main_metric])
         except Exception as error:  # noqa: BLE001 - some metrics need more than one answer

@@ -25,7 +25,7 @@ from accel_sft.tools.check.texts import without_index
 SPLITS = ("train", "validation")
 _CODES = {Rejected: "D202", NotAPrefix: "D203", AnswerDropped: "D204", TextDropped: "D213"}
 _TOKENIZED = 1 << 20
-"""Rows above --max-length are tokenized in full only up to this many characters: 10 MB would take gigabytes."""
+"""Maximum number of characters of a too long row that is tokenized in full: 10 MB of text would take gigabytes."""
 
 
 def read_splits(task: Task, findings: Findings, train_limit: str | None = None) -> dict[str, Sequence[Any]]:
@@ -108,7 +108,7 @@ def encode_split(
 def _report_left_out(
     encode: SplitEncoder, examples: Sequence[Any], encoding: Encoding, findings: Findings, truncation: str
 ) -> None:
-    """Report the rows that were left out or truncated, except those with empty answers, reported by `read_texts`."""
+    """Report the rows that were left out or truncated, except rows with empty answers: `read_texts` reports these."""
     split, rules = encoding.split, encode.rules
     for reason, rows in encoding.left_out.items():
         code = {rules.too_long: "D301", NOTHING_TO_LEARN: "D303", NO_PROMPT: "D309"}.get(reason, "D205")
@@ -123,7 +123,7 @@ def _report_left_out(
 
 
 def _length_needed(encode: SplitEncoder, examples: Sequence[Any], too_long: Sequence[int], split: str) -> str:
-    """The length of the longest text among these rows: with --max-length at this length, all of them would fit."""
+    """Say how long the longest of these rows is: in tokens, or in characters if it is too long to be tokenized."""
 
     def characters(index: int) -> int:
         return sum(map(len, conversation(encode.task, examples, split, index).texts()))

@@ -1,4 +1,4 @@
-"""Reads every prompt and answer once, and reports faults of the text and misspelt labels."""
+"""Reads every prompt and answer once, and reports faulty texts and misspelt labels."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from accel_sft.tools.check.findings import Findings
 DAMAGED = re.compile("[\ufeff\ufffd\x00-\x08\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac")
 """Signs of a wrong encoding: the replacement character, control characters, and UTF-8 read as Latin-1 or cp1252."""
 _TIMES, _FEWEST_LETTERS = 10, 5
-"""A label can only misspell one that is so many times as frequent and has so many letters: Iran is not Iraq."""
+"""A label can only misspell another label that has `_TIMES` times its count and enough letters (Iran is not Iraq)."""
 _MOST_LABELS = 1000
 """If there are more different answers than this, answers do not count as labels, and no label is reported."""
 _NAMED, _COUNTED = 200, 12
-"""Maximum number of rows that are named for one label, and of labels in the summary line."""
+"""Maximum number of rows that are named for one label, and maximum number of labels in the summary line."""
 _SENTENCE = ".,;:!?…。，！？、；：·()[]{}（）【】《》—–"
 _QUOTES = dict.fromkeys(map(ord, "'\"`‘’“”«»「」『』"))
 _MARKS = re.compile(rf"(?!!=|(?<!\w)\.\d)(?:(?<!\d)[{re.escape(_SENTENCE)}]|[{re.escape(_SENTENCE)}](?!\d))")
 
 
 class Labels:
-    """Counts answers. If they are labels, reports rare labels that are spelt almost like a frequent label (most likely
-    misspelt), and labels that are trained on but never tested."""
+    """Counts answers. If the answers are labels, reports rare labels that are spelt almost like a frequent label (most
+    likely misspelt), and labels that are trained on but never tested."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -52,8 +52,8 @@ class Labels:
                 self._rows[label].append((split, index))
 
     def report(self, findings: Findings, *, is_complete: bool = True) -> list[str]:
-        """Report the rows of labels that are most likely misspelt. If the validation split `is_complete`, also report
-        the rows of labels that are never tested. Return a line with the labels' counts, or []."""
+        """Report rows whose label is most likely misspelt. If all validation rows were added (`is_complete`), also
+        report labels that validation never tests. Return a line with the labels' counts; [] if there are no labels."""
         if not are_labels(self._counts):
             return []
         ranked = self._counts.most_common()
@@ -73,27 +73,27 @@ class Labels:
 
 
 def _misspelt(label: str, other: str, times: float) -> bool:
-    """Whether two labels differ only in case, white space and punctuation or, if `label` is rare, in one letter or the
-    order of letters. A new first letter or digit makes a different label: typical and atypical, class 1 and class 2."""
+    """Whether two labels differ only in case, white space or punctuation. If `label` is rare, one letter or the order
+    of letters may differ too, but no first letter and no digit: class 1 and class 2 are different labels."""
     one, two = normalised(label), normalised(other)
     if one == two or times < _TIMES or len(two) < _FEWEST_LETTERS or one[:1] != two[:1]:
         return one == two != ""
     codes = SequenceMatcher(None, one, two).get_opcodes()
     edits = [(one[a:b], two[c:d]) for kind, a, b, c, d in codes if kind != "equal"]
     slip = sorted(one) == sorted(two) or (len(edits) == 1 and max(map(len, edits[0])) == 1)
-    # a Chinese character is a word, not a lower-case letter: a different one is never a misspelling
+    # a Chinese character is a word and not lower-case: labels that differ in one are never misspellings
     return slip and all(mark.islower() or mark in " _-'" for mark in "".join(map("".join, edits)))
 
 
 def normalised(text: str) -> str:
-    """`text` without case, quotes, punctuation and repeated white space, except the marks of numbers and operators."""
+    """`text` without case, quotes, punctuation and repeated white space; marks in numbers and operators stay."""
     text = unicodedata.normalize("NFKC", text).casefold().translate(_QUOTES)
     return " ".join(_MARKS.sub(" ", text).split())
 
 
 def read_texts(task: Task, examples: Sequence[Any], split: str, labels: Labels, findings: Findings) -> np.ndarray:
-    """Read every example's conversation, report the faults of its texts, and add the answers to `labels`. Return which
-    examples can be read."""
+    """Read every example's conversation, report the faults of its texts, and add the answers to `labels`. Return a mask
+    of the examples that can be read."""
     readable = np.ones(len(examples), dtype=bool)
     for index in range(len(examples)):
         try:

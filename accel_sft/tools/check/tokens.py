@@ -1,5 +1,5 @@
-"""Checks all tokens of a split as arrays (control tokens, ends of turns), and finds repeated rows by hashes of their
-tokens. Every training run makes these checks at its start."""
+"""Checks the tokens of a split as NumPy arrays (control tokens, ends of turns), and finds repeated rows by hashes of
+their tokens. Every training run makes these checks at its start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel_sft.tools.check.findings import DataFinding, Findings
 from accel_sft.tools.check.texts import Labels
 
 _NAMED, _DETAILS = 5, 2
-"""Maximum number of rows that one line names, and of rows' details in this line."""
+"""Maximum number of rows that one warning line names, and maximum number of details in the line."""
 _LABEL_TOKENS, _ROWS, _TOGETHER = 16, 5000, 125
 """Answers may be labels if their median length is at most `_LABEL_TOKENS`. At most `_ROWS` answers are read,
 `_TOGETHER` at a time."""
@@ -79,14 +79,14 @@ def _facts_of(columns: Columns, bos: int | None, unknown_id: int | None, stops: 
 
 
 def _hashes(ids: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """A 64-bit BLAKE2 hash (uint64) of each span of tokens. Two of a billion spans collide with probability 1/40."""
+    """A 64-bit BLAKE2 hash (uint64) of each span of tokens. In a billion spans, two collide with probability 1/40."""
     spans = zip(begins.tolist(), ends.tolist(), strict=True)
     digests = b"".join(hashlib.blake2b(ids[begin:end].data, digest_size=8).digest() for begin, end in spans)
     return np.frombuffer(digests, np.uint64)
 
 
 def audit_tokens(encoding: StoredEncoding, tokenizer: Any, eos_ids: frozenset[int], findings: Findings) -> TokenFacts:
-    """Report the rows of a split whose tokens are wrong; return the facts `of_examples`."""
+    """Report the rows of a split whose tokens are wrong; return `TokenFacts.of_examples()`."""
     split, facts = encoding.split, token_facts(encoding.kept, tokenizer, eos_ids)
     for where, code in (("answers", "D209"), ("texts", "D208")):
         for index in encoding.control_tokens[where]:
@@ -105,7 +105,7 @@ def first_with_same(hashes: np.ndarray) -> np.ndarray:
 
 
 def report_copies(facts: TokenFacts, split: str, findings: Findings, grade: str = "warning") -> np.ndarray:
-    """Report examples that repeat an earlier example's prompt and answer; return which examples these are."""
+    """Report examples that repeat an earlier example's prompt and answer; return a mask of these examples."""
     first = first_with_same(facts.rows)
     copies = first < np.arange(len(first))
     for index, other in zip(facts.indices[copies].tolist(), facts.indices[first[copies]].tolist(), strict=True):
@@ -132,7 +132,7 @@ def _found_in(hashes: np.ndarray, others: np.ndarray) -> np.ndarray:
 def quick_findings(
     train: StoredEncoding, validation: StoredEncoding, tokenizer: Any, eos_ids: frozenset[int]
 ) -> list[DataFinding]:
-    """Return the findings from both splits' tokens; nothing is tokenized, and no text is read."""
+    """Return findings about both splits from their stored tokens, without reading or tokenizing the rows again."""
     findings, facts, labels = Findings(), {}, Labels()
     decode = functools.cache(functools.partial(tokenizer.decode, skip_special_tokens=True))
     for encoding in (train, validation):
@@ -156,7 +156,7 @@ def shares_rows(examples: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def quick_lines(findings: list[DataFinding], task_name: str) -> list[str]:
-    """Return a line for each finding that is not a note and, if there are such lines, the command for more details."""
+    """Return a line for each finding that is not a note, and one with the command for details; [] if all are notes."""
     lines = []
     for finding in findings:
         count, places = finding.count, ", ".join(row.where for row in finding.rows[:_NAMED])

@@ -1,1 +1,1 @@
-"""The tool `compare`: runs a task's training under several settings; writes tables and findings. Without torch."""
+"""The tool `compare`: runs a task's training under several settings; writes tables and findings. Needs no torch."""

@@ -1,4 +1,4 @@
-"""The command `compare`: measures a task's training under several launches and settings, each a real launch."""
+"""The command `compare`: trains a task under several launch files and options, and compares the measurements."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ PAGE = "comparison.html"
 _PRECISIONS = ("no", "fp16", "bf16")
 
 Parse = Callable[[Sequence[str]], tuple[set[str], Callable[[], tuple[TrainConfig, Task]]]]
-"""Takes a run's words; returns the names of the options in these, and a function that returns settings and task."""
+"""Takes a run's command-line words; returns the names of the given options, and a function for settings and task."""
 Offers = Mapping[type, Sequence[Setting]]
-"""The settings that may be varied, by the class that defines them: the trainer's and the task's."""
+"""Maps a class that defines settings (the trainer's or the task's) to its settings that may be varied."""
 Params = Mapping[str, Any]
 """The command line's parameters: the texts given for each setting in `Offers`, the command's own options
 (`cli.options.COMPARISON`), `config_file`, and `run_words`: the words after `--`, which every run gets."""
@@ -54,8 +54,8 @@ def run(
     parse: Parse,
     defaults: Mapping[str, str] = DEFAULTS,
 ) -> None:
-    """Run every setting `repeat` times, write tables and findings, and print them; with `dry_run` print the commands.
-    Runs get the `defaults`, values of options by name, unless the user gives others."""
+    """Run every setting `repeat` times, and write and print tables and findings; with `dry_run`, only print commands.
+    `defaults` maps options to the values that runs get unless the user gives others."""
     if under_launcher():
         raise UserError("compare and how-much start launches themselves: run them without accelerate launch")
     settings, varied = settings_of(task, task_class, offers, params, parse, defaults)
@@ -69,7 +69,7 @@ def run(
     try:
         folder = made_folder(folder, mine=not params["output_dir"])
     except OSError as error:
-        raise UserError(f"--output-dir {folder}: cannot be used ({error.strerror})") from None
+        raise UserError(f"--output-dir {folder}: cannot be used ({error.strerror}); name another folder") from None
     lock(folder)
     wanted = {
         "task": task,
@@ -85,7 +85,7 @@ def run(
     record = rounds.open_record(folder, wanted, settings)
     done = sum(len(entry["runs"]) for entry in record["settings"])
     print(f"folder    {folder}", file=terminal())
-    print(f"settings  {len(settings)}, runs of each {params['repeat']}; {done} runs are done already", file=terminal())
+    print(f"settings  {len(settings)}, {params['repeat']} runs of each; {done} runs are done already", file=terminal())
     try:
         rounds.run(record, folder, settings, keep_weights=params["keep_weights"])
         print(f"\n{folder}: comparison.csv, comparison.json", file=terminal())
@@ -93,8 +93,8 @@ def run(
             raise UserError("no setting completed; the reasons are above")
         write_atomically(folder / PAGE, render([], [read_comparison(folder, folder.name)]))
     except OSError as error:
-        what = f"{error.filename or folder}: {error.strerror or error}"
-        raise UserError(f"--output-dir {what}; fix it, and repeat the command with this folder to go on") from error
+        problem = f"{error.filename or folder}: {error.strerror or error}"
+        raise UserError(f"--output-dir {problem}; fix this, and repeat the command with this folder") from error
     print(f"{folder / PAGE}: open it in a browser", file=terminal())
 
 
@@ -110,13 +110,13 @@ def settings_of(
     if wrong := [part for part in processes if not part.isdecimal() or int(part) < 1]:
         raise UserError(f"--num-processes {wrong[0]!r}: expected whole numbers from 1, separated by commas")
     if wrong := [part for part in precisions if part not in _PRECISIONS]:
-        raise UserError(f"--mixed-precision {wrong[0]!r}: not one of {', '.join(_PRECISIONS)}")
+        raise UserError(f"--mixed-precision {wrong[0]!r}: expected one of {', '.join(_PRECISIONS)}")
     words, named = [*params["run_words"]], {setting.name for setting in options}
     behind = parse(words)[0]
     for name in sorted(behind & {"output_dir", "resume", "dry_run"}):
-        raise UserError(f"{flag_of(name)} after --: the comparison sets it for each run; leave it out")
+        raise UserError(f"{flag_of(name)} after --: the comparison sets this option for each run; leave it out")
     if twice := [flag_of(name) for name in sorted(named & behind)]:
-        raise UserError(f"{', '.join(twice)}: given before and after --; keep one")
+        raise UserError(f"{', '.join(twice)}: given both before and after --; give each once")
     named |= behind
     if file := params["config_file"]:
         words = ["--config", str(expanded(file, "--config").absolute()), *words]
@@ -127,7 +127,7 @@ def settings_of(
 
 
 def _options(task_class: type[Task], offers: Offers, params: Params) -> dict[Setting, list[str]]:
-    """The values given for each setting, split at commas. A task's texts, which may have commas, are not split."""
+    """The values given for each setting, split at commas, except a task's texts: these may contain commas."""
     options = {}
     for owner, offered in offers.items():
         for setting in offered:
@@ -143,7 +143,7 @@ def _launch_file(name: str) -> Path | None:
         return None
     file = shipped().get(name) or expanded(name, "--launch").absolute()
     if not file.is_file():
-        raise UserError(f"--launch {name!r}: no file, nor a name that `accel-sft launch-file` lists, nor {SINGLE}")
+        raise UserError(f"--launch {name!r}: expected a file, a name that `accel-sft launch-file` lists, or {SINGLE}")
     return file
 
 
@@ -168,7 +168,7 @@ def _check(settings: Sequence[ComparedSetting], discard_steps: int, parse: Parse
         tasks.append(task)
     if all(config.adapter == "none" for config in configs):
         varied = [name for name in OF_ADAPTERS if len({getattr(config, name) for config in configs}) > 1]
-        problem = "all settings would train the same, as --adapter none has no adapter; add -- --adapter lora"
+        problem = "all settings would train the same, because --adapter none has no adapter; add -- --adapter lora"
         problems += [f"{flag_of(name)}: {problem}" for name in varied]
     if problems:
         raise UserError(*dict.fromkeys(problems))
@@ -176,7 +176,7 @@ def _check(settings: Sequence[ComparedSetting], discard_steps: int, parse: Parse
 
 
 def _fingerprints(config_file: str | None, task_class: type[Task]) -> dict[str, str]:
-    """SHA-256 of the task's file and of the --config file, if they exist, by a description of the file."""
+    """Map descriptions of the task's file and of the --config file to each file's SHA-256; leave out missing files."""
     fingerprints = {}
     if file := file_record(task_class):
         fingerprints[f"the task {file['path']}"] = file["sha256"]

@@ -1,4 +1,4 @@
-"""Ranks a comparison's settings; states the best or fastest, what other settings cost, and what disturbed runs."""
+"""Ranks a comparison's settings, and says which is best or fastest, what others cost, and what disturbed runs."""
 
 import dataclasses
 import statistics
@@ -28,8 +28,8 @@ _LISTED = 8
 
 
 def findings(record: Mapping[str, Any]) -> list[str]:
-    """Return a sentence or two for each finding. For a sweep: its best settings, and speeds only if launches or layouts
-    vary. For a comparison of numbers of rows: its learning curve. Speed is in tokens/s: batch sizes may differ."""
+    """Return a sentence or two for each finding. For a sweep, these are its best settings, and speeds if launches or
+    layouts vary; for numbers of rows, a learning curve. Speeds are in tokens/s, because batch sizes may differ."""
     settings = record["settings"]
     if learnt := [*learning_curve.in_sentences(record)]:
         return [*learnt, *_failures(settings)]
@@ -49,7 +49,7 @@ class SweptSetting:
 
     @property
     def metrics(self) -> list[float]:
-        """The main metric after training, of each entry."""
+        """Each entry's main metric after training."""
         return [entry["median"]["metric_after"] for entry in self.entries]
 
     @property
@@ -64,7 +64,7 @@ class SweptSetting:
 
     @property
     def spread(self) -> float | None:
-        """The entries' range of the metric; None with one seed, since runs with the same seed train identically."""
+        """Range of the entries' metrics; None with one seed, because runs with the same seed train identically."""
         seeds = {str(entry["values"].get(SEED)) for entry in self.entries}
         return max(self.metrics) - min(self.metrics) if len(seeds) > 1 else None
 
@@ -80,13 +80,13 @@ class SweptSetting:
 
 
 def swept(record: Mapping[str, Any]) -> list[str]:
-    """The varied options, except the seed, that change what a step computes; if there are none, this is no sweep."""
+    """The varied options, except the seed, that change what a step computes; empty if the comparison is no sweep."""
     return [name for name in record["varied"] if name not in EXECUTION and name != SEED]
 
 
 def in_order(record: Mapping[str, Any]) -> list[Setting]:
-    """Return the record's settings. In a sweep the best comes first, and those without a metric last, unless it varies
-    the number of rows."""
+    """Return the record's settings. In a sweep, the best setting comes first and settings without a metric come last;
+    but settings that differ in the number of rows keep their order."""
     if not swept(record) or learning_curve.of_rows(record):
         return record["settings"]
 
@@ -98,7 +98,7 @@ def in_order(record: Mapping[str, Any]) -> list[Setting]:
 
 
 def _ranked(record: Mapping[str, Any]) -> list[SweptSetting]:
-    """A sweep's settings that have a metric, the best first; among equal ones, the lowest validation loss first."""
+    """A sweep's settings that have a metric, the best first. A lower validation loss decides between equal metrics."""
     groups: dict[str, list[Setting]] = {}
     for entry in record["settings"] if swept(record) else ():
         if entry["status"] == COMPLETE and is_number(entry["median"].get("metric_after")):
@@ -113,8 +113,8 @@ def _rank(record: Mapping[str, Any], metric: float, loss: float | None) -> tuple
 
 
 def paired_settings(record: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Any] | None]:
-    """Maps each setting's name to its test against the best on the same examples, averaged over seeds (`against_best`).
-    None if no test is possible: examples differ or scores are unknown. Empty if this is not a sweep."""
+    """Map each setting's name to its test against the best setting on the same examples, averaged over seeds
+    (`against_best`). The test is None if examples differ or scores are unknown. Empty if this is not a sweep."""
     settings = _ranked(record)
     by_setting: dict[str, Measured] = {}
     for setting in settings:
@@ -138,19 +138,20 @@ def _best_settings(record: Mapping[str, Any]) -> Iterator[str]:
     best, others = settings[0], settings[1:]
     tests = {name: test for name, test in record.get("paired", {}).items() if test}
     if alike := [other for other in others if _undecided(best, other, tests.get(other.name))]:
-        which = " and ".join(setting.name for setting in (best, *alike))
-        behind = max(abs(best.metric - other.metric) for other in alike)
+        names = " and ".join(setting.name for setting in (best, *alike))
+        gap = max(abs(best.metric - other.metric) for other in alike)
         yield (
-            f"Undecided which is the best by {metric} after training: {which}. They differ by {shown(behind)} at most; "
-            "other seeds or other examples may reverse their order."
+            f"It is undecided which setting is best by {metric} after training: {names}. They differ by {shown(gap)} "
+            "at most; other seeds or other examples may reverse their order."
         )
     else:
         yield f"{best.name} is the best by {metric} after training."
     words = words_for(record.get("higher_is_better", True))
-    listed = [f"{one}{f', {verdict(test, words)}' if (test := tests.get(one.name)) else ''}" for one in settings]
+    verdicts = {name: f", {verdict(test, words)}" for name, test in tests.items()}
+    listed = [f"{setting}{verdicts.get(setting.name, '')}" for setting in settings]
     yield f"By {metric}, the best first: {'; '.join(listed[:_LISTED])}."
     if any(setting.spread is None for setting in settings):
-        yield "With one seed it is not known whether such differences repeat; --seed 1,2,3 shows it."
+        yield "One seed does not show whether such differences repeat; compare several with --seed 1,2,3."
 
 
 def _undecided(best: SweptSetting, other: SweptSetting, test: Mapping[str, Any] | None) -> bool:
@@ -161,29 +162,29 @@ def _undecided(best: SweptSetting, other: SweptSetting, test: Mapping[str, Any] 
 
 
 def _decided(one: Setting, other: Setting) -> bool | None:
-    """Whether two settings' speeds differ by more than the rounds of either; None if one has a single round."""
+    """Whether two settings' speeds differ by more than rounds of one setting do; None if a setting has one round."""
     spreads = [setting["spread"][SPEED] for setting in (one, other)]
     a, b = one["median"][SPEED], other["median"][SPEED]
     return None if None in spreads else abs(a - b) / max(a, b) > max(spreads)
 
 
 def _speed_and_memory(settings: Sequence[Setting]) -> Iterator[str]:
-    """Yield the fastest setting, and every other setting's extra time and saved memory."""
+    """Yield sentences on the fastest setting, and on each other setting's time and memory compared with it."""
     measured = [setting for setting in settings if setting["status"] == COMPLETE and setting["median"][SPEED]]
     if not measured:
-        yield "Nothing was measured: no setting finished with more steps than the number discarded at the start."
+        yield "Speed was not measured: no setting completed more steps than --discard-steps leaves out."
         return
     best, *others = sorted(measured, key=lambda setting: -setting["median"][SPEED])
     speed = f"{shown(best['median'][SPEED])} tokens/s, {shown(best['median']['median_step_seconds'])} s a step"
     if any(_decided(best, setting) is None for setting in others):
-        yield "The fastest setting is not known: one has a single round that counts; --repeat 3 runs more."
+        yield "The fastest setting is not known: a setting has only one round that counts; --repeat 3 runs three."
     elif close := [setting for setting in others if not _decided(best, setting)]:
-        behind = max(1 - setting["median"][SPEED] / best["median"][SPEED] for setting in close)
+        gap = max(1 - setting["median"][SPEED] / best["median"][SPEED] for setting in close)
         spread = max(setting["spread"][SPEED] for setting in (best, *close))
-        which = " and ".join(setting["name"] for setting in (best, *close))
+        names = " and ".join(setting["name"] for setting in (best, *close))
         yield (
-            f"Undecided which is the fastest: {which}. They differ by {percent(behind)} at most, rounds of one "
-            f"setting by {percent(spread)}; {best['name']}: {speed}."
+            f"It is undecided which setting is fastest: {names}. They differ by {percent(gap)} at most, and rounds of "
+            f"one setting by {percent(spread)}. {best['name']}: {speed}."
         )
     else:
         yield f"{best['name']} is the fastest: {speed}."
@@ -196,9 +197,9 @@ def _speed_and_memory(settings: Sequence[Setting]) -> Iterator[str]:
 
 def _disturbed(settings: Sequence[Setting]) -> Iterator[str]:
     for setting in settings:
-        for number, what in setting["disturbed"].items():
-            counts = "its times count only if the setting has no other round"
-            yield f"{setting['name']}, round {number} (*): disturbed, {counts} ({'; '.join(what)})."
+        for number, causes in setting["disturbed"].items():
+            disturbed = f"Round {number} of {setting['name']} (*) was disturbed ({'; '.join(causes)})"
+            yield f"{disturbed}: its times count only if all rounds of the setting were disturbed."
 
 
 def _failures(settings: Sequence[Setting]) -> Iterator[str]:
@@ -211,7 +212,7 @@ def _failures(settings: Sequence[Setting]) -> Iterator[str]:
 
 
 def _learning(settings: Sequence[Setting]) -> Iterator[str]:
-    """Yield by how much loss curves differ that should be equal, and whether precisions differ."""
+    """Yield how far loss curves that should be equal differ, and whether precisions differ."""
     if differing := [setting for setting in settings if setting["loss_difference"]]:
         worst = max(differing, key=lambda setting: setting["loss_difference"]["relative"])
         most = worst["loss_difference"]
@@ -222,8 +223,8 @@ def _learning(settings: Sequence[Setting]) -> Iterator[str]:
     precisions = sorted({str(setting["launch"]["precision"]) for setting in settings if completed(setting)})
     if len(precisions) > 1:
         yield (
-            f"Not all settings compute in the same precision ({', '.join(precisions)}), on which time and memory "
-            f"depend: --mixed-precision {precisions[0]} sets it for all."
+            f"Settings compute in different precisions ({', '.join(precisions)}), which changes time and memory; "
+            f"--mixed-precision {precisions[0]} sets one for all."
         )
 
 
@@ -232,7 +233,7 @@ def _surroundings(settings: Sequence[Setting]) -> Iterator[str]:
     around = [run["environment"] for setting in settings for run in setting["runs"]]
     values = {key: {str(facts[key]) for facts in around if facts.get(key) is not None} for key in _FACTS}
     if others := [key for key, different in values.items() if len(different) > 1]:
-        yield f"Conditions differ between runs: {', '.join(others)} (`environment` of each run in comparison.json)."
+        yield f"Conditions differ between runs: {', '.join(others)} (see `environment` of each run in comparison.json)."
 
 
 def percent(share: float | None) -> str:

@@ -27,34 +27,34 @@ _NOISES = (0.005, 0.01, 0.02, 0.04, 0.08)
 """Values to try for the standard deviation of a run from its curve, as shares of the metric's range."""
 _FARTHER = 0.5
 """Share by which this standard deviation grows with every halving or doubling of the rows: small sizes count less,
-since the largest sizes say most about the next ones."""
+because the largest sizes say most about larger ones."""
 _LEAST, _STEEP = 0.4, 2.0
 """The same standard deviation is multiplied by `_LEAST + _STEEP * rise`, where `rise` is the curve's rise with a
 doubling of the rows: on a steep curve, a seed that learns a little earlier ends far above other seeds."""
 _MISFIT = 0.3
-"""Extra standard deviation of a forecast per doubling ahead, as a share of the curve's last rise with a doubling: a
+"""Extra standard deviation of a forecast per doubling ahead, as a share of the curve's rise in the last doubling: a
 task that is still being learnt follows no curve exactly. Fitted to the jobs of benchmarks/learning_curves.py."""
 _FREEDOM = 4
-"""Degrees of freedom of Student's t: its tails are heavy, so that a run that ended badly does not bend the curve."""
+"""Degrees of freedom of Student's t: its tails are heavy, so that one bad run does not bend the curve."""
 _AHEAD = 6
-"""How many doublings of the rows are searched for the end of the gain."""
+"""Number of doublings of the rows within which the end of the gain is searched for."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """What was measured: for each number of rows, ascending, the main metric of each seed after training.
+    """The measurements: for each number of rows, ascending, the main metric of each seed after training.
 
-    `detectable` is the smallest difference of two models that the validation examples reveal four times out of five.
+    `detectable` is the smallest difference of two models that the validation examples detect four times out of five.
     """
 
     sizes: Sequence[int]
     metrics: Sequence[Sequence[float]]
-    better: int = 1  # -1 if less is better
+    better: int = 1  # -1 if lower is better
     detectable: float | None = None
 
     @property
     def fell(self) -> int | None:
-        """The first number of rows with which each seed was better than with all rows, by `detectable` in the mean."""
+        """The smallest size whose seeds all beat those of the largest, on average by `detectable`; or None."""
         last = [self.better * value for value in self.metrics[-1]]
         for size, metrics in zip(self.sizes, self.metrics, strict=True):
             values = [self.better * value for value in metrics]
@@ -75,7 +75,7 @@ def of_rows(record: Mapping[str, Any]) -> bool:
 
 
 def read_curve(record: Mapping[str, Any]) -> Curve | None:
-    """The curve of a comparison that varies the number of rows, and nothing else but seeds; None if there is none."""
+    """The curve of a comparison `of_rows`; None for other comparisons, or with fewer than `FEWEST_SIZES` sizes."""
     by_size: dict[int, list[float]] = {}
     for setting in record["settings"] if of_rows(record) else ():
         rows, median = str(setting["values"].get(ROWS)), setting["median"]
@@ -95,8 +95,8 @@ def read_curve(record: Mapping[str, Any]) -> Curve | None:
 
 
 def forecast(curve: Curve, rows: Sequence[int]) -> list[dict[str, float]]:
-    """Forecast the metric after trainings on other numbers of `rows`: `value`, the mean over as many seeds as were
-    measured, on the same validation examples, and its 95% interval, `low` to `high`."""
+    """Forecast the metric after training on each number of `rows`: its mean over as many seeds as were measured, on the
+    same validation examples (`value`), with a 95% interval (`low` to `high`)."""
     import numpy as np
 
     most, draws = curve.sizes[-1], np.random.default_rng(0)
@@ -117,7 +117,7 @@ def forecast(curve: Curve, rows: Sequence[int]) -> list[dict[str, float]]:
     likely = np.exp(np.array(fits) - np.max(fits)).ravel()
     noise_of, which = np.divmod(draws.choice(len(likely), _DRAWS, p=likely / likely.sum()), curves.shape[1])
     seeds = max(1, round(statistics.mean(map(len, curve.metrics))))
-    positive = curve.better < 0 and all(value >= 0 for metrics in curve.metrics for value in metrics)  # as losses are
+    positive = curve.better < 0 and all(value >= 0 for metrics in curve.metrics for value in metrics)  # such as losses
     limits = (0, 1) if curve.bounded else (0 if positive else -math.inf, math.inf)
     rise = slopes[points - 1][which]
     forecasts = []
@@ -161,7 +161,7 @@ def _grid(multiples: Any, bounded: bool) -> tuple[Any, Any]:
 
 
 def learnt(record: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The measured points and the forecasts, for the record of a comparison; None if it has no such curve."""
+    """The measured points and the forecasts, for the record of a comparison; None if it has no learning curve."""
     if (curve := read_curve(record)) is None:
         return None
     ahead = [round(curve.sizes[-1] * 2 ** (step / 2)) for step in range(2 * _AHEAD + 1)]
@@ -191,26 +191,26 @@ def in_sentences(record: Mapping[str, Any]) -> Iterator[str]:
         points.append(f"{shown(statistics.mean(values))}{reach} with {rows:,} rows")
     yield f"{metric} after training is {', '.join(points)}."
     if len({point["metric"] for point in curve["measured"]}) == 1:
-        yield "All trainings ended alike, which says nothing about more rows: train longer, or on fewer rows."
+        yield "All trainings ended with the same metric, so more rows cannot be judged. Train longer, or on fewer rows."
         return
     if fell := curve["fell"]:
         worse = f"{metric} was better after {fell:,} rows than after {max(by_rows):,}, so nothing is forecast"
-        yield f"{worse}: see whether the later rows are of another kind, or train longer."
+        yield f"{worse}: check whether the later rows are of another kind, or train longer."
         return
     now, twice = ahead[0], ahead[2]
-    # both values are forecasts, as the value measured with the most rows has the noise of the seeds
+    # both values are forecasts, because the value measured with the most rows has the noise of the seeds
     yield (
         f"With {twice['rows'] - now['rows']:,} more rows ({twice['rows']:,} in all) {metric} is forecast at "
         f"{shown(twice['value'])} (95%: {shown(twice['low'])} to {shown(twice['high'])}), a change of "
-        f"{twice['value'] - now['value']:+.2g} against {shown(now['value'])} forecast for {now['rows']:,}."
+        f"{twice['value'] - now['value']:+.2g} from the {shown(now['value'])} forecast for {now['rows']:,}."
     )
     if smallest is None:
         return
     enough = next(point["rows"] for point in ahead if abs(ahead[-1]["value"] - point["value"]) < smallest)
     farthest = ahead[-1]["rows"] / 4  # forecasts go farther, to see whether the gain ends here
     end = (
-        f"beyond about {enough:,} rows no larger gain is expected. Hold out more examples to see smaller gains."
+        f"Beyond about {enough:,} rows, no gain above this is expected; hold out more examples to see smaller gains."
         if enough < farthest
-        else f"up to {farthest:,.0f} rows the forecast shows no end of larger gains."
+        else f"Up to {farthest:,.0f} rows, the forecast shows no end of gains above this."
     )
-    yield f"The validation examples show no difference below {shown(smallest)}; {end}"
+    yield f"The validation examples cannot show differences below {shown(smallest)}. {end}"

@@ -1,4 +1,4 @@
-"""Reads what each run measured from its folder, and summarises the runs of each setting."""
+"""Reads the measurements of each run from the run's folder, and summarises them for each setting."""
 
 import os
 import re
@@ -23,8 +23,8 @@ _END_BYTES = 4096
 
 
 def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
-    """The run's recorded measurements, even if it failed or was killed; missing ones are None. The time of the first
-    `discard_steps` steps does not count."""
+    """The run's recorded measurements, even if the run failed or was killed; missing values are None. The time of the
+    first `discard_steps` steps does not count."""
     steps = training_lines(run_dir)
     counted = steps[discard_steps:]
     result, record = read_object(run_dir.result), read_object(run_dir.record)
@@ -66,7 +66,7 @@ def training_lines(run_dir: RunDir) -> list[dict[str, Any]]:
 
 
 def last_step(run_dir: RunDir) -> int:
-    """The newest step in metrics.jsonl, 0 before the first. Reads only the file's end, as it is called often."""
+    """The newest step in metrics.jsonl; 0 before the first step. This reads only the file's end, to be fast."""
     if not run_dir.metrics.is_file():
         return 0
     with run_dir.metrics.open("rb") as file:
@@ -93,7 +93,7 @@ def _of(ranks: Sequence[Mapping[str, Any]], kind: str, field: str) -> list[float
 
 
 def summarise(record: dict[str, Any], folder: Path) -> None:
-    """Add to each setting the summary of its runs; times are those of undisturbed rounds, if it has any."""
+    """Add to each setting the summary of its runs; times are those of undisturbed rounds, if there are any."""
     settings = record["settings"]
     for setting in settings:
         runs, done = setting["runs"], completed(setting)
@@ -127,8 +127,8 @@ def _spread(values: Sequence[float]) -> float | None:
 def _loss_difference(
     setting: Mapping[str, Any], settings: Sequence[Mapping[str, Any]], folder: Path
 ) -> dict[str, Any] | None:
-    """The largest relative difference, at equal steps, between a setting's loss curves and the first completed run of
-    the first setting with the same training; None for this first setting itself, or without a curve to compare."""
+    """Compare a setting's loss curves with the first completed run of the first setting that trains the same. Return
+    the largest relative difference at equal steps; None for this first setting, or without a curve to compare."""
     first = next((other for other in settings if completed(other) and _learnt(other) == _learnt(setting)), None)
     if first is None or first is setting:
         return None

@@ -29,13 +29,13 @@ from accel_sft.tools.report.runs import COMPARISON, SCHEMA
 
 
 def open_record(folder: Path, wanted: Mapping[str, Any], settings: Sequence[ComparedSetting]) -> dict[str, Any]:
-    """Return the record of the comparison in `folder`: a new record, or the one that an earlier start left there.
-    `wanted` has what the command asks for, such as `repeat`; its values replace those of the earlier start."""
+    """Return the record of the comparison in `folder`; make a new record if the folder is empty. `wanted` has what the
+    command asks for, such as `repeat`: these values replace those that an earlier start recorded."""
     path = folder / COMPARISON
     entries = [_entry(setting) for setting in settings]
     if not path.exists():
         if {*folder.iterdir()} - {*abandoned(folder)}:
-            raise UserError(f"--output-dir {folder}: not empty, and no comparison; name another folder")
+            raise UserError(f"--output-dir {folder}: not empty, and without a comparison; name another folder")
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         made = {"environment": environment(), "settings": entries, "findings": []}
         return {"schema": SCHEMA, "created": now, "status": "running", **wanted, **made}
@@ -44,10 +44,11 @@ def open_record(folder: Path, wanted: Mapping[str, Any], settings: Sequence[Comp
         raise UserError(f"{path}: not the record of a comparison; name another --output-dir")
     try:
         if _measured_alike(record) != _measured_alike({**wanted, "settings": entries}):
-            problem = "a comparison of other settings or files; name another folder, or repeat the command"
-            raise UserError(f"--output-dir {folder}: {problem} in its {COMPARISON}, with this --output-dir")
+            advice = f"name another folder, or repeat the command in {COMPARISON} with this option"
+            raise UserError(f"--output-dir {folder}: has a comparison of other settings or files; {advice}")
         for entry, before in zip(entries, record["settings"], strict=True):
-            entry["runs"] = [run for run in before["runs"] if (folder / run["folder"]).is_dir()]  # others run again
+            # a run whose folder was removed is made again
+            entry["runs"] = [run for run in before["runs"] if (folder / run["folder"]).is_dir()]
     except (LookupError, TypeError, AttributeError):
         raise UserError(f"{path}: damaged; name another --output-dir") from None
     return {**record, **wanted, "settings": entries, "status": "running"}
@@ -65,7 +66,7 @@ def _entry(setting: ComparedSetting) -> dict[str, Any]:
 
 
 def _measured_alike(record: Mapping[str, Any]) -> list[Any]:
-    """The settings that an earlier start's measurements depend on."""
+    """The parts of a record that must stay the same for measurements of an earlier start to count."""
     keys = ("name", "words", "launch", "fingerprint")
     settings = [[setting.get(key) for key in keys] for setting in record["settings"]]
     return [record["fingerprints"], record["discard_steps"], settings]
@@ -73,7 +74,7 @@ def _measured_alike(record: Mapping[str, Any]) -> list[Any]:
 
 def run(record: dict[str, Any], folder: Path, settings: Sequence[ComparedSetting], *, keep_weights: bool) -> None:
     """Make the runs that `record` does not have yet, and print the table. A signal ends the current launch, and raises
-    `Interrupted`; the runs that have ended are kept."""
+    `Interrupted`; finished runs are kept."""
     console = Console(file=terminal(), highlight=False, width=columns())
     _update(record, folder)  # so that the comparison can resume even if it is killed in its first run
     try:
@@ -92,7 +93,7 @@ def run(record: dict[str, Any], folder: Path, settings: Sequence[ComparedSetting
     except KeyboardInterrupt as interruption:
         record["status"] = "interrupted"
         _update(record, folder)
-        interruption.args = (f"{interruption}; to go on: the same command, with --output-dir {folder}",)
+        interruption.args = (f"{interruption}; to resume, repeat the command with --output-dir {folder}",)
         raise interruption from None
     record["status"] = "complete"
     _update(record, folder)
@@ -136,7 +137,7 @@ def _run_once(
         shutil.rmtree(run_dir.path, ignore_errors=True)
         raise
     word, reason = outcome(ended, run_dir, log, limit)
-    run_dir.path.mkdir(exist_ok=True)  # a launch that failed early made no folder, but a folder marks the run as made
+    run_dir.path.mkdir(exist_ok=True)  # the folder marks the run as made, even if the launch failed before it made one
     return {
         "round": number,
         "status": word,

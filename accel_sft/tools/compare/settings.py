@@ -32,8 +32,8 @@ class ComparedSetting:
     """One combination of values, and how it is launched.
 
     Attributes:
-        values: option -> given value, the launcher's options included; secrets are left out.
-        launch: `processes` and `precision`, as the launch file and its flags decide.
+        values: maps the given options, the launcher's included, to values; secrets are left out.
+        launch: `processes` and `precision`, as the launch file and the launcher's flags set them.
         launcher, words: the command's words before `-m accel_sft` and after it.
         environment: environment variables that the launch gets in addition to the user's own.
         fingerprint: SHA-256 of the launch file and of the DeepSpeed JSON that it names; "" without a launch file.
@@ -85,7 +85,7 @@ def product(
     run_words: Sequence[str],
 ) -> tuple[list[ComparedSetting], list[str]]:
     """Return every combination of values, the last option changing fastest, and the names of the options that vary.
-    `launches` maps the names given with --launch to files, and `SINGLE`, which ignores --num-processes, to None."""
+    `launches` maps names given with --launch to files, and `SINGLE` to None: for it, --num-processes is ignored."""
     given = {"num_processes": processes, "mixed_precision": precisions}
     given |= {option.name: values for option, values in options.items()}
     axes = {"launch": [*launches], **{name: values for name, values in given.items() if values}}
@@ -142,7 +142,7 @@ def _launch(file: Path | None, chosen: Mapping[str, str]) -> dict[str, Any]:
         problem = f"it is for {launch.machines} machines; compare starts launches on this machine only"
         raise UserError(f"--launch {chosen['launch']}: {problem}")
     facts = {"processes": launch.world_size, "precision": launch.precision[0]}
-    # port 0 is any free port: a fixed port may be in use by another launch, and this one would fail late
+    # port 0 means any free port: if another launch used the fixed port, this launch would fail late
     words = ["-m", "accelerate.commands.launch", "--config_file", str(file), "--main_process_port", "0", *flags]
     content = launch.text + repr(launch.json)
     digest = hashlib.sha256(content.encode()).hexdigest()

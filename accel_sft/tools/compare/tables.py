@@ -23,13 +23,13 @@ _TITLES = {
     "peak_host_memory_gib": "host GiB",
     "metric_after": "metric",
 }
-"""Columns of the terminal's table: it has room for few."""
+"""Columns of the terminal's table, which has room for few."""
 _OF_ROWS = {"metric_after": "metric", "eval_loss_after": "loss"}
 _OF_SWEEPS = {**_OF_ROWS, "tokens_per_second": "tokens/s"}
 
 
 def terminal_table(record: Mapping[str, Any]) -> Table:
-    """A row for each setting of the comparison: its varied values, then its numbers, or its status if not complete."""
+    """A table with a row for each setting: the values that vary, then numbers (or a status, if it did not complete)."""
     settings = in_order(record)
     titles = _OF_ROWS if of_rows(record) else _OF_SWEEPS if swept(record) else _TITLES
     titles = {key: title for key, title in titles.items() if any(one["median"][key] is not None for one in settings)}
@@ -44,7 +44,7 @@ def terminal_table(record: Mapping[str, Any]) -> Table:
             table.add_column("of best", justify="right")
     for setting in settings:
         row = [Text(str(setting["values"].get(name, "-"))) for name in names]
-        row[0].append(" *" if setting["disturbed"] and not of_rows(record) else "")  # the findings explain it
+        row[0].append(" *" if setting["disturbed"] and not of_rows(record) else "")  # a finding explains the *
         if setting["status"] != COMPLETE:
             table.add_row(*row, Text(setting["status"]))
             continue

@@ -1,4 +1,4 @@
-"""`accel-sft doctor`: what this machine can run, what it lacks and how to fix it, and which launch files work."""
+"""`accel-sft doctor`: says what this machine can run, what it lacks, how to fix this, and which launch files work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COLORS = {"ok": "green", "warning": "yellow", "problem": "red", "yes": "green",
 
 
 def checks() -> Checks:
-    """All checks by heading and name, in order. The first check sets a launch's variables, for the later ones."""
+    """All checks by heading and name, in order. The first sets a launch's environment variables for later checks."""
     from accel_sft.tools.doctor import host, launches
 
     return {

@@ -28,9 +28,9 @@ more than the first number."""
 LITTLE_SHARED_MEMORY = 1 * GIB
 """Free bytes of /dev/shm that NCCL's documentation recommends for ranks on several GPUs."""
 LEAST_DISK, LITTLE_DISK = GIB // 4, 5 * GIB
-"""Free bytes below which a folder is a problem (it could not hold a run of the smallest model) or a warning."""
+"""Free bytes below which a folder is a problem (no run of the smallest model fits), and below which a warning."""
 _TRIAL_BYTES = 1 << 20
-"""Size of the file that is written as a trial."""
+"""Size of the file that is written to test a folder."""
 DISTRIBUTION = "accel-sft"
 USED = 0.1
 """Share of a GPU's memory that may already be in use without a warning."""
@@ -49,27 +49,27 @@ def cores(machine: Machine) -> Iterator[Finding]:
 
 
 def memory(machine: Machine) -> Iterator[Finding]:
-    free, words = host_memory.free_bytes(), host_memory.describe()
+    free, amount = host_memory.free_bytes(), host_memory.describe()
     fix = "free memory (top shows whose it is), raise the container's limit, or train on a larger machine"
     if free < LEAST_MEMORY:
-        yield problem(f"{words}: too little for two ranks of any model", fix)
+        yield problem(f"{amount}: too little for two ranks of any model", fix)
     elif free < LITTLE_MEMORY:
-        yield warning(f"{words}: enough for the smallest models only", fix)
+        yield warning(f"{amount}: enough for the smallest models only", fix)
     else:
-        yield ok(words)
+        yield ok(amount)
 
 
 def shared_memory(machine: Machine) -> Iterator[Finding]:
-    """Report whether /dev/shm is large enough: NCCL exchanges data between ranks through it. CPUs do not need it."""
+    """Report whether /dev/shm is large enough: NCCL, which only GPUs use, exchanges data between ranks through it."""
     if not SHARED_MEMORY.is_dir():  # macOS
         return
     usage = shutil.disk_usage(SHARED_MEMORY)
-    words = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB of shared memory free"
+    amount = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB of shared memory free"
     if usage.free < LITTLE_SHARED_MEMORY and machine.devices > 1:
-        fix = "start the container with --shm-size=1g or --ipc=host; or remove files that ended programs left there"
-        yield warning(f"{words}: NCCL between GPUs fails if it is full", fix)
+        fix = "start the container with --shm-size=1g or --ipc=host, or remove files that ended programs left there"
+        yield warning(f"{amount}: NCCL between GPUs fails if this fills up", fix)
     else:
-        yield ok(words)
+        yield ok(amount)
 
 
 def _existing(folder: Path) -> Path:
@@ -96,12 +96,12 @@ def disk(machine: Machine) -> Iterator[Finding]:
                 os.fsync(file.fileno())  # a network file system may write the data only now
         except OSError as error:
             words = f"{what}: {folder} cannot be written ({error.strerror})"
-            yield level(words, f"make it writable, or name another with {setting}")
+            yield level(words, f"make the folder writable, or name another folder with {setting}")
             continue
         free = shutil.disk_usage(place).free
         words = f"{what}: {free / GIB:,.1f} GiB free in {place}"
         if free < LITTLE_DISK:
-            yield (level if free < LEAST_DISK else warning)(words, f"free space, or name another with {setting}")
+            yield (level if free < LEAST_DISK else warning)(words, f"free space, or name another folder with {setting}")
         else:
             yield ok(words)
 
@@ -114,7 +114,7 @@ def versions(machine: Machine) -> Iterator[Finding]:
         required = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         what = "accel-sft is not installed, only imported: the versions of its libraries were not checked"
-        yield warning(what, "bash setup.sh in the checkout installs all")
+        yield warning(what, "run bash setup.sh in the checkout: it installs all libraries")
         return
     fitting = {}
     for requirement in map(Requirement, required):
@@ -143,7 +143,7 @@ def imports(machine: Machine) -> Iterator[Finding]:
     libraries = LIBRARIES[:-1] if sys.platform == "darwin" else LIBRARIES  # on macOS DeepSpeed is not installed
     for name in libraries:
         if failure := facts.imports.get(name):
-            fix = f'{sys.executable} -c "import {name}" shows the whole error; then install it again'
+            fix = f'{sys.executable} -c "import {name}" shows the whole error; then reinstall {name}'
             yield problem(f"{name} cannot be imported: {failure}", fix)
     if facts.fault:
         fix = "run this step in Python to see more; likely causes: the driver, or a build for another CPU or system"
@@ -175,7 +175,7 @@ def gpus(machine: Machine) -> Iterator[Finding]:
             what = f"GPU {index} is in use: {busy}% of the time, {used / GIB:.1f} GiB"
             yield warning(what, "nvidia-smi shows by which process; CUDA_VISIBLE_DEVICES chooses other GPUs")
     for index, failure in facts.device_failures.items():
-        fix = "update the driver, or install a build of torch for this kind of GPU; CUDA_VISIBLE_DEVICES leaves it out"
+        fix = "update the driver, install a torch build for this GPU, or leave the GPU out with CUDA_VISIBLE_DEVICES"
         yield problem(f"GPU {index} cannot compute: {failure}", fix)
         machine.unusable.setdefault("devices", f"GPU {index} cannot compute")
 
@@ -202,15 +202,15 @@ def cuda(machine: Machine) -> Iterator[Finding]:
             yield problem(what, "install the CUDA build: bash setup.sh in the checkout, or see pytorch.org")
         return
     major, minor = facts.driver_cuda // 1000, facts.driver_cuda % 1000 // 10
-    words = f"torch {facts.version} for CUDA {facts.cuda}, the driver runs up to {major}.{minor}"
+    builds = f"torch {facts.version} is built for CUDA {facts.cuda}; the driver runs up to {major}.{minor}"
     if 0 < major < int(facts.cuda.split(".")[0]):
         fix = "update the driver, or install torch for the driver's CUDA: bash setup.sh in the checkout"
-        yield problem(words, fix)
+        yield problem(builds, fix)
     elif not machine.devices:
-        complaint = facts.cuda_complaint or facts.fault or "it does not say why"
+        complaint = facts.cuda_complaint or facts.fault or "torch gives no reason"
         yield problem(f"torch sees no GPU: {complaint}", "update the driver, and restart the machine")
     else:
-        yield ok(words)
+        yield ok(builds)
 
 
 def bf16(machine: Machine) -> Iterator[Finding]:

@@ -16,15 +16,15 @@ from accel_sft.launch.info import Launch
 from accel_sft.tools.doctor.machine import LIBRARIES, Finding, Machine, ask, ok, problem, script, warning
 
 EXCHANGE_SECONDS = {"gloo": 30, "nccl": 120}
-"""Time limit of the all-reduce, from when a rank has imported torch. NCCL first searches the machine's links and loads
-its kernels: tens of seconds on a busy machine with eight GPUs."""
+"""Time limit of the all-reduce, once a rank has imported torch. NCCL first probes the machine's links and loads its
+kernels, which takes tens of seconds on a busy machine with eight GPUs."""
 RANKS_SECONDS = 420.0
 """Time limit for everything that ranks do, including the import of torch."""
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node")
 _RANK_FIXES = {
     "gloo": "make this host's name resolve to one of its addresses (getent hosts $(hostname)); for launches on one "
     "machine, GLOO_SOCKET_IFNAME=lo is enough",
-    "nccl": "NCCL_DEBUG=INFO shows where it stops; where GPUs cannot reach each other directly: NCCL_P2P_DISABLE=1",
+    "nccl": "NCCL_DEBUG=INFO shows where it stops; if GPUs cannot reach each other directly, set NCCL_P2P_DISABLE=1",
 }
 
 
@@ -37,13 +37,13 @@ def operators(machine: Machine) -> Iterator[Finding]:
             machine.unusable[name] = f"{name} cannot be loaded"
             fix = f"rm -r {Path(state['library']).parent}: the next launch compiles it anew"
             yield problem(f"{name} is compiled but cannot be loaded: {state['failure']}", fix)
-        elif obstacles:  # a launch is refused even if compiled, since a different torch would compile anew
+        elif obstacles:  # refused even if the operator is compiled, because a different torch would compile it anew
             for obstacle in obstacles:
                 yield warning(f"{name}: {_lacking(obstacle)}", obstacle.fix)
         elif state["compiled"]:
             yield ok(f"{name} is compiled")
         else:
-            yield ok(f"{name} is not compiled yet ({OPERATORS[name]}): the first launch does it")
+            yield ok(f"{name} is not compiled yet ({OPERATORS[name]}): the first launch compiles it")
 
 
 def _lacking(obstacle: Finding) -> str:
@@ -52,7 +52,7 @@ def _lacking(obstacle: Finding) -> str:
 
 
 def exchange(machine: Machine) -> Iterator[Finding]:
-    """Let two ranks on the CPU add up numbers by gloo, which every launch uses, then one rank on each GPU by NCCL."""
+    """Let ranks add up numbers: two on the CPU by gloo, which every launch uses, then one on each GPU by NCCL."""
     if machine.torch.failure("torch"):
         return
     for backend, ranks in (("gloo", 2), ("nccl", machine.devices)):
@@ -72,17 +72,17 @@ def exchange_failure(backend: str, ranks: int, seconds: int) -> str:
     answer = ask(script("rank", backend, str(seconds), launcher=(*_TORCHRUN, str(ranks))), RANKS_SECONDS)
     if answer.status == 0:
         return ""
-    if answer.status is None or "(SIGALRM)" in answer.error:  # torchrun's summary of failed ranks has this
+    if answer.status is None or "(SIGALRM)" in answer.error:  # text in torchrun's summary of failed ranks
         return f"no sum within {seconds} s"
     causes = sorted(re.findall(r"^rank \d+: .*", answer.out, re.M))
     return causes[0] if causes else answer.reason("no reason given")
 
 
 def launch_file(machine: Machine, file: Path) -> Finding:
-    """Say whether a launch with this file would work here (`yes` or `no`), with the reason for `no`, or a remark."""
+    """Say whether a launch with this file would work here: `yes`, with any remarks, or `no`, with the reason."""
     why, fix = "", ""
     try:
-        # without the last library, DeepSpeed: only some launch files need it
+        # the last library, DeepSpeed, is left out: only some launch files need it
         why = next(filter(None, map(machine.torch.failure, LIBRARIES[:-1])), "")
         why = why or (machine.unusable.get("devices", "") if machine.devices else "")
         if not why:
@@ -100,7 +100,7 @@ def launch_file(machine: Machine, file: Path) -> Finding:
 
 
 def _unusable(machine: Machine, launch: Launch) -> str:
-    """Return why what this launch needs (DeepSpeed, its operators, a group of ranks) fails here; "" if all works."""
+    """Return why a requirement of a launch (DeepSpeed, its operators, a group of ranks) fails here; "" if none does."""
     if launch.backend == "deepspeed" and (reason := machine.torch.failure("deepspeed")):
         return reason
     compiled = operators_of(launch)

@@ -1,4 +1,4 @@
-"""What the checks of a report share: facts about this machine, collected once, and ways to run checks and programs."""
+"""What all checks share: facts about this machine, collected once, and functions that run checks and programs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ LEVELS = ("problem", "warning", "ok")
 """Levels of findings, the worst first. A problem means that training fails here, or that the check itself failed."""
 ok, problem = (functools.partial(Finding, level) for level in ("ok", "problem"))
 LIBRARIES = ("torch", "accelerate", "transformers", "peft", "deepspeed")
-"""Libraries in the order of their import. Without the last one, only launch files without DeepSpeed work."""
+"""Libraries in the order of their import. Without the last one, launch files that use DeepSpeed do not work."""
 FACTS_SECONDS = 300.0
-"""Time limit for the facts of torch; importing the libraries may take a minute from a slow disk."""
+"""Time limit for `torch_facts`; importing the libraries may take a minute from a slow disk."""
 __all__ = ["Finding", "Machine", "ok", "problem", "warning"]
 
 
@@ -56,7 +56,7 @@ class Machine:
         return self.torch.device_count
 
     def launch(self, file: Path) -> Launch:
-        """What this file would start here: a process for each GPU of each machine; without GPUs, the file's number."""
+        """The launch of a file here: one process per GPU of each machine; on CPUs, as many as the file sets."""
         return fitted(launch_of_yaml(file, *self.flags(file)), self.devices)
 
     def flags(self, file: Path) -> tuple[str, ...]:
@@ -92,8 +92,8 @@ class TorchFacts:
         device_failures: maps torch's index of a GPU to why the GPU cannot compute.
         cuda_complaint: torch's warning if it sees no GPU.
         copies: maps torch's index of a GPU to GB/s in each direction of copying.
-        operators: maps a DeepSpeed operator to its `library` file, whether this is `compiled`, why it does not load
-            (`failure`, "" if it does), and findings about its `locks`.
+        operators: maps a DeepSpeed operator to its `library` file, whether this file exists (`compiled`), why it does
+            not load (`failure`, "" if it does), and findings about its `locks`.
         fault: why the process failed; "" if it did not.
     """
 
@@ -179,7 +179,7 @@ def ask(command: Sequence[str], seconds: float) -> Answer:
 
 
 def script(*arguments: str, launcher: Sequence[str] = ()) -> list[str]:
-    """The command that runs `torch_script` with this Python. For ranks, `launcher` starts the launcher."""
+    """The command that runs `torch_script` with this Python; `launcher` has the words that start ranks."""
     return [sys.executable, *launcher, "-m", "accel_sft.tools.doctor.torch_script", *arguments]
 
 

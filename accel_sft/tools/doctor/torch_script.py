@@ -1,6 +1,6 @@
-"""What `doctor` runs in separate processes: collecting torch's facts, and a rank's exchange.
+"""What `doctor` runs in separate processes: one collects facts about torch, others are the ranks of an all-reduce.
 
-A broken driver or library may crash or hang its process. Each fact is a line of JSON, so earlier facts still count.
+A broken driver or library may crash or hang a process. Each fact is printed at once, so earlier facts still count.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from accel_sft.tools.doctor.machine import LIBRARIES
 ROUNDS = 5
 """Number of timed rounds of the copies; the fastest counts."""
 COPIED = 1 << 28
-"""Bytes of a copy between host and GPU: it takes some ten milliseconds."""
+"""Number of bytes copied between host and GPU, which takes about ten milliseconds."""
 ELEMENTS = 1 << 20
 """How many numbers each rank contributes to the all-reduce."""
 
@@ -48,7 +48,7 @@ def facts() -> None:
         try:
             import_module(name)
             tell(imports={name: ""})
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - a library may raise anything
             tell(imports={name: _words(error)})
     tell(step="load DeepSpeed's operators")
     _operators()
@@ -104,7 +104,7 @@ def _devices(torch: Any) -> None:
     tell(step="copy between host and GPUs")
     for index in range(cuda):
         speeds: dict[str, float] = {}
-        with contextlib.suppress(RuntimeError):  # the GPU's memory is full, which the check of GPUs reports
+        with contextlib.suppress(RuntimeError):  # its memory may be full; the check of GPUs reports that
             speeds = _copies(torch, f"cuda:{index}")
         tell(copies={str(index): speeds})
     native, why = computes_bf16(torch.device("cuda:0" if cuda else "cpu"))
@@ -173,7 +173,7 @@ def rank(backend: str, seconds: str) -> None:
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
         failure = first_line(error)
     if failure:
-        # one write includes the line break, as ranks share the pipe: an unbuffered print() makes two writes
+        # ranks share the pipe, so the line and its line break are one write; an unbuffered print() makes two
         sys.stdout.write(f"rank {number}: {failure}\n")
         sys.stdout.flush()
     # destroying the group would hold the GIL until gloo's threads end, and they may wait for the GIL

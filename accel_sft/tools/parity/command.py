@@ -45,8 +45,8 @@ def parity(ctx: click.Context, run: str, as_json: bool, **options: Any) -> None:
 
     RUN is a run's folder. Its weights (in best/, or in final/ if there is no best/) and the server get the same
     prompts: those of the task's validation examples. If answers differ, likely causes are tested: context, chat
-    template, a missing adapter, stop token. Exit status: 0 if the answers agree, except where rounding decides a near
-    tie; 1 if not.
+    template, a missing adapter, stop token. The exit status is 0 if the answers agree (near ties that rounding decides
+    do not count), 1 if not.
     """
     begin_command(ctx, debug=options["debug"])
     result = compared(run, options)
@@ -60,10 +60,10 @@ def parity(ctx: click.Context, run: str, as_json: bool, **options: Any) -> None:
 
 
 def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Compare and return what `--json` prints."""
+    """Compare the answers, and return what `--json` prints."""
     trained = Trained(run)
     record = trained.record
-    if record is None:  # the line comes at once: the imports below take seconds
+    if record is None:  # raised before the imports below, which take seconds
         raise UserError(f"RUN {run}: no run.json there; name the folder of a run")
     from accel_sft.chat.conversation import read_split
     from accel_sft.evaluation.endpoint import Endpoint
@@ -76,12 +76,12 @@ def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
 
     if trained.raw_text:
         raise UserError(f"RUN {run}: raw text has no answers; compare /v1/completions with accel-sft generate")
-    word = options["task"] or record["task"]
-    if recorded_name(word) != record["task"]:
-        raise UserError(f"--task {word}: {run} was trained for {record['task']}; name that task")
-    task_class = load(word)
+    task_name = options["task"] or record["task"]
+    if recorded_name(task_name) != record["task"]:
+        raise UserError(f"--task {task_name}: {run} was trained for {record['task']}; name that task")
+    task_class = load(task_name)
     own = recorded_options(record, settings(task_class), None, f"RUN {run}", same_data=options["same_data"])
-    task = build(word, task_class, own)
+    task = build(task_name, task_class, own)
     if problems := problems_of_served(task):
         raise UserError(*problems)
     given = {name: options[name] for name in ("trust_remote_code", "debug")}
@@ -109,7 +109,7 @@ def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _result(reference: Any, endpoint: Any) -> dict[str, Any]:
-    """Compare, look for a cause, score both sides, and return all of it."""
+    """Compare and score the answers of both, look for a cause of differences, and return all results."""
     from accel_sft.tools.parity.comparison import cause_of, compare, lead, served_answer
 
     pairs = compare(reference, endpoint)
@@ -155,16 +155,16 @@ def _log_probabilities(pairs: Sequence[Any], dtype: str) -> dict[str, Any] | Non
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """What was compared, for people."""
+    """The result as lines for the terminal."""
     from accel_sft.io.terminal import wrapped
     from accel_sft.io.text import one_line, printable
 
     count, prompts, answers, metric = (result[name] for name in ("examples", "prompts", "answers", "metric"))
-    how = "token by token" if prompts["by_tokens"] else "by their length: the server has no call for tokens"
+    how = "token by token" if prompts["by_tokens"] else "by length: the server returns no token ids"
     rows = [
         f"run      {result['run']}",
         f"served   {result['served']}",
-        f"prompts  {count - prompts['other']} of {count} are those of training, {how}",
+        f"prompts  {count - prompts['other']} of {count} are those of training, compared {how}",
         f"answers  {answers['same']} of {count} the same, {answers['near_ties']} differ at a near tie, "
         f"{answers['other']} differ",
     ]
@@ -173,12 +173,12 @@ def lines(result: dict[str, Any]) -> list[str]:
             f"nats     log-probabilities are off by {off['mean']:.2g} on average, {off['largest']:.2g} at most "
             f"({off['tokens']:,} tokens), {off['precision']}"
         )
-    rows.append(f"{metric['name']}  {metric['here']:.4g} here, {metric['served']:.4g} served")
+    rows.append(f"{metric['name']}  {metric['here']:.4g} by the run's weights, {metric['served']:.4g} by the server")
     if first := result["first_difference"]:
         rows.append(f"example {first['example']}, from token {first['token']} of the answer:")
         rows += [f"  {side:<6}  {one_line(first[side], 200)}" for side in ("run", "served")]
     if cause := result["cause"]:
         rows.append(f"cause    {cause['cause']}: {cause['evidence']}; {cause['fix']}")
-    verdict = "holds    the server's answers are" if result["holds"] else "differs  the server's answers are not"
-    rows.append(f"{verdict} the run's")
+    agree, differ = "holds    the server's answers are the run's", "differs  the server's answers are not the run's"
+    rows.append(agree if result["holds"] else differ)
     return [wrapped(printable(row), 9) for row in rows]

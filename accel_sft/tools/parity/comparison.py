@@ -17,10 +17,10 @@ from accel_sft.io.text import common_length, one_line
 from accel_sft.models.architecture import arguments
 
 TIE = 0.25
-"""Rounding may swap two tokens that differ by at most this many nats: two steps of bfloat16 at logits of 16 to 32."""
+"""Rounding may swap tokens that differ by at most this many nats: two bfloat16 steps for logits between 16 and 32."""
 TEMPLATE, WEIGHTS, STOP, CONTEXT, OTHER = "chat template", "adapter not applied", "stop token", "context", "unknown"
 EXAMINED = 8
-"""Number of examples that are examined for a cause: each takes forwards here and requests to the server."""
+"""Maximum number of examples in which a cause is looked for, with forwards here and requests to the server."""
 
 
 class Reference:
@@ -35,7 +35,7 @@ class Reference:
             self.answers = {row.index: ids for row, ids in evaluator.backend(evaluator.answered, most).answers}
 
     def metric(self, answers: Mapping[int, Any]) -> float:
-        """The task's main metric of these answers, by the example's index."""
+        """The task's main metric of `answers`, which maps an example's index to its answer."""
 
         def backend(examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
             return Generated([(example, answers[example.index]) for example in examples], 1.0, {})
@@ -53,7 +53,7 @@ class Reference:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def log_probs(self, prompt: list[int], answer: list[int]) -> torch.Tensor:
-        """The log-probabilities of the whole vocabulary at each place of the answer, and at the next place."""
+        """The log-probabilities of the whole vocabulary at each place of the answer, and at the place after it."""
         ids = torch.tensor([[*prompt, *answer]], device=self.model.device)
         places = len(answer) + 1
         last_places = {"logits_to_keep": places} if "logits_to_keep" in arguments(self.model) else {}
@@ -80,7 +80,7 @@ class Pair:
     refusal: str = ""
     theirs: list[int] | None = None  # the server's token ids of the prompt, if it reports them
     at: int | None = None  # the place of the first token that differs; None if the answers are the same
-    gap: float = 0.0  # nats by which the run's weights prefer their own token at `at`
+    gap: float = 0.0  # nats by which the run's weights prefer the run's token at `at` to the server's
     off: Sequence[float] = ()  # differences of the log-probabilities of the tokens before `at`
 
     @property
@@ -135,7 +135,7 @@ def served_answer(pair: Pair, thinking: str | None) -> Reply:
 
 
 def ask(reference: Reference, endpoint: Endpoint, pair: Pair) -> Reply:
-    """The server's answer, with the run's thinking if the server leaves out its own."""
+    """The server's answer. If the server leaves out the thinking, the run's thinking is put before the answer."""
     reply = endpoint.chat(pair.chat.turns, reference.most, pair.chat.tools, reference.thinking)
     return dataclasses.replace(reply, text=with_thinking(reply.text, reference.text(pair.ids)))
 
@@ -149,7 +149,7 @@ def with_thinking(served: str, own: str) -> str:
 
 
 def difference(reference: Reference, pair: Pair, reply: Reply) -> tuple[int | None, float, list[float]]:
-    """`at`, `gap` and `off` of a Pair, for a reply to the same prompt."""
+    """Return `at`, `gap` and `off` of a Pair, for a reply to the same prompt."""
     values = reference.log_probs(pair.prompt, pair.ids[:-1])
     own = [float(values[at, token]) for at, token in enumerate(pair.ids)]
     at = None if same(reference, pair.ids, reply) else _first(reference, pair.ids, reply)
@@ -164,7 +164,7 @@ def difference(reference: Reference, pair: Pair, reply: Reply) -> tuple[int | No
 
 def same(reference: Reference, ids: list[int], reply: Reply) -> bool:
     """Whether a reply is the answer `ids`; white space at the ends does not count, since some servers strip it."""
-    ended = bool(ids) and ids[-1] in reference.ends  # some servers say `length` if the end is the last token
+    ended = bool(ids) and ids[-1] in reference.ends  # some servers say `length` if the last allowed token is the end
     own, served = (text.strip().rstrip("\ufffd") for text in (reference.text(ids), reply.text))  # a cut character
     return own == served and (ended == (reply.finish != "length") or (ended and len(ids) == reference.most))
 
@@ -173,14 +173,14 @@ def _first(reference: Reference, ids: list[int], reply: Reply) -> int:
     """The place of the first token of `ids` that the reply does not have."""
     served = reply.text.lstrip()
     for at in range(len(ids)):
-        if not served.startswith(reference.text(ids[: at + 1]).lstrip().rstrip("\ufffd")):  # a part of a character
+        if not served.startswith(reference.text(ids[: at + 1]).lstrip().rstrip("\ufffd")):  # a cut character
             return at
     ended = bool(ids) and ids[-1] in reference.ends
     return len(ids) - 1 if ended else len(ids)
 
 
 def _token_at(reference: Reference, ids: list[int], at: int, reply: Reply) -> int:
-    """The reply's token in place of `ids[at]`: the one that the server names, else the first of the remaining text."""
+    """The reply's token in place of `ids[at]`: the one that the server names, or the first of the remaining text."""
     tokenize = functools.partial(reference.tokenizer, add_special_tokens=False)
     if len(reply.logprobs) > at and (word := reply.logprobs[at][0]):
         tokens = tokenize(word)["input_ids"]
@@ -208,7 +208,7 @@ def cause_of(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) ->
     if cause := _weights(reference, differing[:EXAMINED]) or _stop(reference, endpoint, differing[:EXAMINED]):
         return cause
     evidence = f"{len(differing)} of {len(pairs)} answers differ where the run's weights are sure"
-    return Cause(OTHER, evidence, "check that the server has these weights in their own precision, and does not sample")
+    return Cause(OTHER, evidence, "check that the server has these weights in the saved precision, and does not sample")
 
 
 def _completed(endpoint: Endpoint, prompt: str | list[int], most: int) -> Reply | None:
@@ -226,37 +226,38 @@ def _context(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) ->
     cuts answers; else None."""
     fix = "give the server a longer context (vLLM: --max-model-len, llama.cpp: -c)"
     if refused := [pair for pair in pairs if pair.reply is None]:
-        evidence = f"{_examples(refused)} refused: {one_line(refused[0].refusal, 200)}"
+        evidence = f"the server refused {_examples(refused)}: {one_line(refused[0].refusal, 200)}"
         longest = max(len(pair.prompt) for pair in pairs if pair.reply)
         if any(len(pair.prompt) < longest for pair in refused):
-            return Cause(OTHER, evidence, "see in its message what the server does not accept")
+            return Cause(OTHER, evidence, "see the server's message for what it does not accept")
         return Cause(CONTEXT, evidence, fix)
     for pair in pairs:
         if pair.misread and pair.read is not None and pair.read < len(pair.theirs or pair.prompt):
             replies = [_completed(endpoint, reference.raw_text(pair.prompt) * times, 1) for times in (1, 2)]
             if {reply.prompt_tokens for reply in replies if reply} == {pair.read}:
-                evidence = f"the server reads {pair.read} of a prompt's {len(pair.prompt)} tokens, no more if doubled"
+                length = len(pair.prompt)
+                evidence = f"the server reads {pair.read} of {length} prompt tokens, and no more of a doubled prompt"
                 return Cause(CONTEXT, evidence, fix)
     for pair in pairs:
         tokens = pair.reply.tokens if pair.differs and pair.reply and pair.reply.finish == "length" else None
         if tokens and tokens < min(reference.most, len(pair.ids)):
-            return Cause(CONTEXT, f"an answer ends after {tokens} tokens of {reference.most}", fix)
+            return Cause(CONTEXT, f"an answer is cut after {tokens} of {reference.most} tokens", fix)
     return None
 
 
 def _template(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) -> Cause | None:
-    """The template as the cause, if the server turns messages into other tokens than the run does; else None. If only
-    the number of tokens is known, which may be equal, the server's answers to the run's own prompts decide."""
+    """The template as the cause, if the server turns messages into other tokens than the run does; else None. If the
+    server does not return its tokens, its answers to the run's own prompts decide."""
     fix = "give the server the run's tokenizer files and template (vLLM: --chat-template, llama.cpp: --jinja)"
     if misread := [pair for pair in pairs if pair.misread]:
         pair = misread[0]
-        other = f"{pair.read} tokens long instead of {len(pair.prompt)}"
+        mismatch = f"is {pair.read} tokens long instead of {len(pair.prompt)}"
         if pair.theirs and pair.theirs != pair.prompt:
             at = common_length([pair.prompt, pair.theirs])
             parts = (reference.raw_text(ids[max(at - 4, 0) : at + 8]) for ids in (pair.prompt, pair.theirs))
             trained, served = (one_line(repr(part)) for part in parts)
-            other = f"{served} from token {at}, where the run was trained on {trained}"
-        return Cause(TEMPLATE, f"{_examples(misread)} have other prompts, the first one {other}", fix)
+            mismatch = f"has {served} from token {at} on, where the run was trained on {trained}"
+        return Cause(TEMPLATE, f"the prompts of {_examples(misread)} differ; the first prompt {mismatch}", fix)
     differing = [pair for pair in pairs if pair.differs][:EXAMINED]
     if not differing or any(pair.theirs is not None for pair in pairs):
         return None
@@ -266,7 +267,7 @@ def _template(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) -
         reply = next((reply for reply in replies if reply and reply.prompt_tokens in (None, len(pair.prompt))), None)
         if not reply or not same(reference, pair.ids, reply):
             return None
-    return Cause(TEMPLATE, f"given the run's own prompts, {_examples(differing)} have the run's answers", fix)
+    return Cause(TEMPLATE, f"given the run's prompts, the server answers {_examples(differing)} as the run does", fix)
 
 
 def _weights(reference: Reference, differing: Sequence[tuple[Pair, Reply]]) -> Cause | None:
@@ -297,7 +298,7 @@ def _stop(reference: Reference, endpoint: Endpoint, differing: Sequence[tuple[Pa
             mark = reference.raw_text(pair.ids[-1:])
             what = f"the server's answer continues after {mark!r}, as the run's weights do: {one_line(rest)}"
             evidence = f"example {pair.row.index}: {what}"
-            fix = f"let {mark!r} end answers: eos_token_id of the served generation_config.json, or `stop`"
+            fix = f"let {mark!r} end answers: set eos_token_id in the served generation_config.json, or send `stop`"
             return Cause(STOP, evidence, fix)
     return None
 
@@ -308,7 +309,7 @@ def lead(pairs: Sequence[Pair], metric: str, own: float, served: float) -> Cause
     if not abs(own - served) > 1e-9 or any(pair.at is not None or not pair.reply for pair in pairs):
         return None
     evidence = f"the same answers have {metric} {own:.4g} here and {served:.4g} as the server returns them: the header "
-    evidence += "that the template writes before answers is learnt with them, and the server keeps it"
+    evidence += "that the template writes before answers is learnt with them, and the server returns it"
     return Cause(TEMPLATE, evidence, "train with a template that ends prompts with the header if add_generation_prompt")
 
 

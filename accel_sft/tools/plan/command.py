@@ -103,8 +103,8 @@ def job_of(
     lengths: Lengths,
     step_tokens: float,
 ) -> Job:
-    """Return the job with the smallest forward that must fit: --micro-batch-size examples of the longest length. If
-    that is auto, the forward has one example. On a CPU it is at least the smallest forward that the trainer chooses."""
+    """Return the job with the smallest forward that must fit: --micro-batch-size examples of the longest length. With
+    `auto`, the forward has one example, and on a CPU at least as many tokens as the trainer would choose."""
     rows = 1 if config.micro_batch_size == "auto" else int(config.micro_batch_size)
     tokens, supervised = rows * lengths.longest, rows * lengths.longest_supervised
     if not hardware.gpus and config.micro_batch_size == "auto":

@@ -1,5 +1,5 @@
-"""Makes a plan for each launch file (whether it fits, with how large a forward, how fast) and recommends one; for this
-machine, or for one that the user describes."""
+"""Makes a plan for each launch file (whether the job fits, how large a forward may be, how fast it is) and recommends
+one. The machine is this one, or one that the user describes."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class PlannedMachine:
-    """The machines of a launch: all are like this one."""
+    """The machine that a launch is planned for. If a launch has several machines, all are alike."""
 
     gpus: int  # with 0, ranks train on the CPU
     gpu_bytes: float | None
@@ -42,8 +42,8 @@ def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> 
     if gpus is None and gpu_gib is not None and not sizes:
         count = 1
     if count and gpu_gib is None and (not sizes or None in sizes):
-        why = f"the driver does not report it for {', '.join(names)}" if sizes else "this machine has no GPU"
-        raise UserError(f"--gpu-memory: give the GiB of one GPU, as {why}")
+        reason = f"the driver does not report it for {', '.join(names)}" if sizes else "this machine has no GPU"
+        raise UserError(f"--gpu-memory: give the GiB of one GPU, because {reason}")
     return PlannedMachine(
         gpus=count,
         gpu_bytes=(min(sizes) * GIB if count else None) if gpu_gib is None else gpu_gib * GIB,
@@ -55,9 +55,9 @@ def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> 
 
 SIMPLEST_FIRST: tuple[str, ...] = ("ddp", "fsdp2", "z0", "z1", "z2", "z3", "hsdp", "z2_offload", "fsdp2_offload")
 SIMPLEST_FIRST += ("z3_twin_flow", "z3_offload", "z3_nvme", "multinode_z3", "tp", "z3_sp")
-"""Shipped launch files, the simplest first; among equally fast ones the first is recommended."""
+"""Shipped launch files, the simplest first; of equally fast launch files, the simplest is recommended."""
 ALIKE = 0.15
-"""Up to this relative difference in step time, the model of speed cannot tell which of two launch files is faster."""
+"""If step times differ by no more than this share, the speed model cannot tell which launch file is faster."""
 MOST_TOKENS = 2**17
 """Maximum number of tokens of one forward; no larger forward is tried."""
 MARGIN = 0.92
@@ -65,7 +65,7 @@ MARGIN = 0.92
 _Memory = tuple[float | None, float | None]
 """Bytes of one GPU and of the host; None if unknown, or if there is no GPU."""
 _ADDED = {"gradient_checkpointing": "gradient_checkpointing", "eval_batch_size": "eval_rows"}
-"""Maps each setting that a plan may add to the job's attribute that this setting sets."""
+"""Settings that a plan may add, each with the attribute of the job that it sets."""
 _ACCELERATES_NAMES = {"deepspeed": "DEEPSPEED", "fsdp": "FSDP", "ddp": "MULTI_GPU"}
 
 
@@ -103,7 +103,7 @@ class Plan:
 
 
 def launch_of(file: Path, machine: PlannedMachine) -> Launch:
-    """Return the launch that the file starts: a rank for each GPU of each machine; without GPUs, the file's number."""
+    """Return the launch of the file: a rank for each GPU of each machine; on CPUs, as many ranks as the file sets."""
     launch = launch_of_yaml(file)
     if machine.gpus:
         launch = launch_of_yaml(file, *sized(launch, machine.gpus * max(launch.machines, 1)))
@@ -116,7 +116,7 @@ def plan(
     """Return the plan for a job under its launch. The plan adds gradient checkpointing if the job then fits better or
     is faster, and generates fewer answers in one batch if the job's number does not fit.
 
-    `step_tokens` is the size of a rank's part of an optimizer step; `row_tokens`, a row's mean, is for the speed.
+    `step_tokens` is a rank's part of an optimizer step; `row_tokens`, the mean length of a row, is for the speed.
     """
     if problem := _problem(job, machine):
         return Refused(name, problem)
@@ -156,7 +156,7 @@ def _shortage(job: Job, memory: _Memory) -> int:
 
 
 def _fewer_answers(job: Job, memory: _Memory) -> Job:
-    """Return the job with as many answers in one batch as leave room to spare; else as many as fit; else unchanged."""
+    """Return the job with the most answers in a batch that leave room to spare, or at least fit; else `job` itself."""
     rows = [job.eval_rows]
     while rows[-1] > 1:
         rows.append(rows[-1] // 2)
@@ -173,8 +173,8 @@ def with_tokens(job: Job, tokens: int) -> Job:
 
 
 def recommended(tried: Sequence[Plan | Refused]) -> tuple[Plan | None, str]:
-    """The plan to run, and why: the simplest of the fastest that fit. Plans for one machine come before those for
-    several, and plans with room to spare before those that barely fit."""
+    """The plan to run, and why: the simplest of the fastest that fit. Plans for one machine are preferred to plans for
+    several, and plans with room to spare to plans that barely fit. The plan is None if none fits."""
     plans = [plan for plan in tried if isinstance(plan, Plan)]
     fits = [plan for plan in plans if plan.fits]
     if not fits:
@@ -187,13 +187,13 @@ def recommended(tried: Sequence[Plan | Refused]) -> tuple[Plan | None, str]:
     if (machines := best.job.launch.machines) > 1:
         why += f"; it needs {machines} such machines"
     if best.tight:
-        why += f"; it comes within {1 - MARGIN:.0%} of the memory there is, and a prediction may err by as much"
+        why += f"; it leaves less than {1 - MARGIN:.0%} of a memory free, and a prediction may err by as much"
     if simpler := [plan.name for plan in plans if not plan.fits and _simplicity(plan) < _simplicity(best)]:
-        why += f"; {', '.join(simpler)} would not fit"
+        why += f"; {', '.join(simpler)} do not fit"
     launch = best.job.launch
     offloads = {launch.offload("param"), launch.offload("optimizer")} != {"none"}
     if best.job.adapter == "none" and not best.job.train_only and offloads:
-        why += "; --adapter lora needs far less memory, with --load-in-4bit less still"
+        why += "; --adapter lora needs far less memory, and with --load-in-4bit even less"
     return best, why
 
 
@@ -202,7 +202,7 @@ def _simplicity(plan: Plan) -> int:
 
 
 def _largest(job: Job, memory: _Memory, most: int) -> int:
-    """Return the tokens of the largest forward that fits, bisecting from the job's, which fits, to `most`."""
+    """Return the tokens of the largest forward that fits, by bisection from the job's (which fits) to `most` tokens."""
     low, high = job.tokens, max(min(most, MOST_TOKENS), job.tokens)
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,10 +1,10 @@
-"""A simple model of what a step sends between ranks and to the host, and of its time, to compare launch files.
+"""Estimates what a step sends between ranks and to the host, and how long the step takes, to compare launch files.
 
 Compute time is the model's FLOPs (plus a second forward if gradient checkpointing is on) at a fraction of peak speed.
-Each forward adds a fixed cost, that of 1,024 tokens, as batching/choice.py assumes. The time for sending follows from
-the device's links; half of the exchange between ranks overlaps with computing. On CPUs an offload moves nothing: under
-any launch, weights and optimizer are on the host. Only ratios between launch files mean anything; docs/planning.md
-compares them with published runs.
+Each forward adds a fixed cost: the time of 1,024 tokens, as batching/choice.py assumes. The time for sending follows
+from the device's links; half of the exchange between ranks overlaps with computing. On CPUs an offload moves nothing:
+under any launch, weights and optimizer are on the host. Only ratios between launch files mean anything;
+docs/planning.md compares them with published runs.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ HOST_UPDATES = 5e8
 EXCHANGE_SECONDS, CPU_EXCHANGE_SECONDS = 3e-5, 1e-3
 """Minimum seconds of an exchange between ranks, by NCCL and by gloo."""
 FORWARD_TOKENS = 1024
-"""The fixed cost of one forward, as a number of tokens that take as long to compute."""
+"""The fixed cost of one forward, expressed as the number of tokens whose computation takes as long."""
 HIDDEN_SHARE = 0.5
 """Share of the exchange between ranks that overlaps with computing."""
 
@@ -48,14 +48,14 @@ class Speed:
 
 def speed(job: Job, step_tokens: float, gpu: str = "", row_tokens: float = 0.0) -> Speed:
     """What a step of `step_tokens` tokens, in forwards of `job.tokens` tokens, costs a rank. `gpu` is the device's
-    name, "" if it is not known. The cost of attention depends on `row_tokens`, and 0 leaves it out."""
+    name, "" if it is not known. `row_tokens` sets the cost of attention; with 0, this cost is left out."""
     forwards = max(math.ceil(step_tokens / max(job.tokens, 1)), 1)
     launch, device = job.launch, peaks(gpu) or UNKNOWN
     learnt = job.supervised_tokens / max(job.tokens, 1)
-    flops = model_flops(job).total(1, learnt, row_tokens / 2)  # of a token
+    flops = model_flops(job).total(1, learnt, row_tokens / 2)  # per token
     if job.gradient_checkpointing:
         flops += model_flops(dataclasses.replace(job, adapter="none")).total(1, 0, row_tokens / 2) / 3
-    split = 1 if job.on_cpu else launch.tensor_ranks  # on CPUs, a part of a narrow product takes as long as all
+    split = 1 if job.on_cpu else launch.tensor_ranks  # on CPUs, a part of a narrow product takes as long as the whole
     rate = (getattr(device, job.precision, None) or device.fp32) * 1e12 * REACHED * (COMPILED if job.compile else 1)
     link, host_link = device.link * 1e9, device.host_link * 1e9
     if job.on_cpu:
@@ -75,7 +75,7 @@ def speed(job: Job, step_tokens: float, gpu: str = "", row_tokens: float = 0.0) 
 
 
 def _exchanges(launch: Launch, layers: int) -> int:
-    """Number of exchanges between ranks in one step; `layers` is layers x forwards of that step."""
+    """Number of exchanges between ranks in one step; `layers` counts each layer once for each forward of the step."""
     if launch.world_size == 1:
         return 0
     if launch.tensor_ranks > 1:

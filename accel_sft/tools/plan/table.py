@@ -17,9 +17,9 @@ _COLUMNS = 80
 _HEAD = ("launch file", "GPU", "at", "host", "at", "fits", "forward", "sent", "speed")
 _UNITS = ("", "GiB", "", "GiB", "", "", "tokens", "GiB/step", "")
 _LEGEND = (
-    "memory   at its peak phase, with {forward}; host: of all ranks of a machine; !: too little",
-    "fits     g: with --gradient-checkpointing; e: with a smaller --eval-batch-size; barely: within {margin:.0%} of a "
-    "memory, and a prediction may err by as much",
+    "memory   at the peak phase, with {forward}; host: of all ranks of a machine; !: too little memory",
+    "fits     g: with --gradient-checkpointing; e: with a smaller --eval-batch-size; barely: less than {margin:.0%} "
+    "of a memory stays free, and a prediction may err by as much",
     "forward  the largest that fits, up to a rank's part of a step",
     "speed    by a simple model; only ratios between launch files mean anything",
 )
@@ -153,8 +153,7 @@ def _details(name: str, estimate: Estimate) -> Iterator[str]:
 
 
 def _grid(rows: Sequence[Sequence[str]], left: Sequence[str], gap: str = "  ") -> Iterator[str]:
-    """The rows as lines of aligned columns: columns whose heads are in `left` are aligned at the left, others at the
-    right."""
+    """The rows as lines of columns: columns whose heads are in `left` are left-aligned, all others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         columns = zip(row, rows[0], widths, strict=True)

@@ -1,1 +1,1 @@
-"""The tool `rehearse`: a complete run on a shrunk model, before the real run is paid for."""
+"""The tool `rehearse`: makes a complete run on a shrunk model, before you pay for the real run."""

@@ -1,4 +1,4 @@
-"""`accel-sft rehearse`: a complete run in minutes on a shrunk model, before the real run is paid for."""
+"""`accel-sft rehearse`: makes a complete run in minutes on a shrunk model, before you pay for the real run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from accel_sft.tools.rehearse.runs import FAILS, WARNS, Stages, fails, warns
 from accel_sft.training.prepare import plan_steps
 
 _LEVELS = {"error": FAILS, "warning": WARNS}
-"""What a finding of an audit means for the real run. Notes are passed over."""
+"""What a finding of an audit means for the real run. Notes are ignored."""
 
 
 def run(task_name: str, task: Task, config: RehearseConfig) -> None:
@@ -71,8 +71,8 @@ def run(task_name: str, task: Task, config: RehearseConfig) -> None:
         }
         print(json.dumps(json_safe(report), indent=2, ensure_ascii=False))
     else:
-        verdict = "the run would fail" if stages.failed else "the run holds"
-        print(f"{verdict}: {seconds:.0f} s" + (f"; its files are in {folder}" if keeps else ""))
+        verdict = "the run would fail" if stages.failed else "no stage would fail"
+        print(f"{verdict}; the rehearsal took {seconds:.0f} s" + f" and left its files in {folder}" * keeps)
     if stages.failed:
         raise SystemExit(1)
 
@@ -92,7 +92,7 @@ class Rehearsal:
         if audited is None or self.plan is None:
             return
         if audited.source and audited.source.adapter:
-            raise UserError(f"--init-from {audited.source.adapter}: an adapter; rehearse the run without --init-from")
+            raise UserError(f"--init-from {audited.source.adapter}: is an adapter; rehearse without --init-from")
         config = self.model(audited)
         if config is None or self.stages.failed:  # the real run would be refused, or fail
             return
@@ -103,7 +103,7 @@ class Rehearsal:
             self.reload(full_run, config, audited)
 
     def launch(self) -> list[str]:
-        """Audit the launch as the real run does."""
+        """Audit the launch as the real run does; return the words that start a rehearsal's run."""
         real, file, findings = None, None, []
         if self.config.launch:
             (_, file), *others = launch_files(self.config.launch)
@@ -122,7 +122,7 @@ class Rehearsal:
         return words
 
     def data(self) -> Audit | None:
-        """Audit the data as `accel-sft check` does, and the steps that follow from the data."""
+        """Audit the data as `accel-sft check` does, and the steps planned for the data. Return None if this fails."""
         names = {setting.name for setting in settings(TrainConfig)}
         given = {name: value for name, value in vars(self.config).items() if name in names}
         day = self.config.template_date or time.strftime("%Y-%m-%d")
@@ -147,13 +147,13 @@ class Rehearsal:
         return None
 
     def _never(self, plan: StepPlan) -> Iterator[Finding]:
-        for flag, every, loss in (
-            ("--save-every", self.config.save_every, "a run that dies loses all"),
+        for flag, every, consequence in (
+            ("--save-every", self.config.save_every, "a run that is killed starts over"),
             ("--eval-every", self.config.eval_every, "only the last step is scored"),
         ):
             if every != "off" and self._first(every) is None:
-                what = f"{flag} {every} is never due in {plan.total_steps:,} steps: {loss}"
-                yield warns(what, f"{flag} auto, or fewer steps between")
+                what = f"{flag} {every} is never due in {plan.total_steps:,} steps: {consequence}"
+                yield warns(what, f"use {flag} auto, or a smaller number of steps")
 
     def _first(self, every: str) -> int | None:
         """The first step of the real run at which `--save-every` or `--eval-every` is due."""
@@ -184,7 +184,7 @@ class Rehearsal:
         saved = config.save_every == "off" or made.dir.checkpoint(runs.SAVE_EVERY).is_dir()
         first, last = f"step {self._first(config.save_every) or plan.total_steps:,}", f"step {plan.total_steps:,}"
         finite = not made.dir.nonfinite.exists()
-        took = f"{len(steps)} steps, {'losses are finite' if finite else 'those that are not finite are skipped'}"
+        took = f"{len(steps)} steps; {'all losses are finite' if finite else 'steps without a finite loss are skipped'}"
         scored = config.eval_every == "off" or bool(evaluated)
         for name, reached, when, seen in (
             ("load", bool(loaded), "loading the model", loaded[0] if loaded else ""),
@@ -206,7 +206,8 @@ class Rehearsal:
         lines = made.output.splitlines()
         seen = [line for line in lines if line.startswith(("the adapter leaves out", "not trained,", "note: in "))]
         vain = [line.removeprefix("warning: ") for line in lines if line.startswith("warning: weights without")]
-        level = WARNS if self.config.adapter == "none" else FAILS  # some models have parts that only authors train
+        # some models have parts that only their authors train
+        level = WARNS if self.config.adapter == "none" else FAILS
         self.stages.ended("trained", *(Finding(level, line) for line in vain), seen="; ".join(seen))
 
     def resume(self, full_run: runs.Run) -> None:
@@ -223,13 +224,13 @@ class Rehearsal:
         if not findings and (losses[0] != losses[1] or files[0] != files[1]):
             first = next((n for n, (a, b) in enumerate(zip(*losses, strict=False), 1) if a != b), runs.STEPS)
             what = f"a killed and resumed run differs from an uninterrupted one, from step {first} on"
-            findings = [fails(what, "see whether the task's data or the model draw random numbers of their own")]
-        stop = f"killed (SIGKILL) after {left} steps" if killed.failure else "not killed, as it had ended too soon"
+            findings = [fails(what, "check whether the task or the model draws random numbers without the run's seed")]
+        stop = f"killed (SIGKILL) after {left} steps" if killed.failure else "not killed, because it had already ended"
         seen = "" if findings else f"{stop}, and resumed to the same bits"
         self.stages.ended("resume", *findings, seen=seen, when="a resume after a kill")
 
     def reload(self, full_run: runs.Run, config: TrainConfig, audited: Audit) -> None:
-        """Load the exported weights with plain transformers and peft, merge them, and let them write an answer."""
+        """Load the exported weights with plain transformers and peft, merge them, and generate an answer."""
         stages, final, encoding = self.stages, full_run.dir.final, audited.encodings["validation"]
         assert encoding is not None
         rows = evaluated_rows(encoding.kept, config.eval_limit)

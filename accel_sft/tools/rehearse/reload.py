@@ -75,7 +75,7 @@ class Reloaded:
     def reload(self, evaluated: Sequence[float], precision: str) -> tuple[str, list[Finding]]:
         """Compare the loss with the run's last loss, and the run's last loss with its first."""
         if not self.rows:
-            return "loaded; no evaluated row is left to compare losses by", []
+            return "loaded; losses are not compared, because no evaluated row is left", []
         loss, findings = self.loss(), []
         seen = f"validation loss {loss:.6g} in plain {'peft' if self.source.adapter else 'transformers'}"
         if evaluated:
@@ -83,7 +83,7 @@ class Reloaded:
             exact = precision == "no" and not self.config.load_in_4bit and not self.rounded
             allowed = _EXACT if exact else _ROUNDED
             if not abs(loss - evaluated[-1]) <= allowed * abs(evaluated[-1]):
-                what = f"the exported weights do not predict as the trained ones did: loss {loss:.6g}"
+                what = f"the exported weights do not predict as the trained weights did: loss {loss:.6g}"
                 fix = "report this as a defect, with the model's config.json"
                 findings.append(fails(f"{what}, but {evaluated[-1]:.6g} in the run", fix))
         if len(evaluated) > 1 and evaluated[0] == evaluated[-1]:

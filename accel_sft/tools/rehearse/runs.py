@@ -22,8 +22,8 @@ from accel_sft.launch.parallelism import sized
 from accel_sft.tracking.metrics_file import read_lines
 
 STEPS, SAVE_EVERY, EVAL_EVERY = 12, 4, 6
-"""Optimizer steps of a rehearsal, and after how many steps it saves and evaluates. The run to be killed is killed after
-its first checkpoint, long before its end."""
+"""Number of optimizer steps: of a rehearsal, between checkpoints, and between evaluations. One of the runs is killed
+after its first checkpoint, long before its end."""
 RANKS, ROWS, TOKENS = 2, 8, 24
 """Maximum number of ranks, of rows in a step, and of generated tokens in an answer."""
 LEAST_RATE = 1e-3
@@ -35,7 +35,7 @@ _ON_THE_CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 TRAINED = re.compile(r"^model +[\d,]+ of [\d,]+ parameters are trained\b", re.M)
 """The line that a run prints once its model is loaded."""
 FAILS, WARNS, HOLDS, NOT_REACHED = "fails", "warns", "holds", "not reached"
-"""States of a stage. The first two are levels of findings: the real run would fail, or end with a worse result."""
+"""States of a stage. The first two are also levels of findings: the real run would fail, or end with a worse result."""
 fails, warns = (functools.partial(Finding, level) for level in (FAILS, WARNS))
 STAGES = (
     *("launch", "data", "model", "load", "evaluation", "steps", "trained", "checkpoint", "resume", "export"),
@@ -81,7 +81,7 @@ def launcher_of(real: Launch | None, file: Path | None) -> tuple[list[str], str]
 
 
 def rehearsed(config: TrainConfig, model: str, longest_answer: int) -> TrainConfig:
-    """The real run's resolved settings, changed where a rehearsal needs it."""
+    """The real run's resolved settings, with the changes that a rehearsal needs."""
     rows = min(config.global_batch_size or ROWS, ROWS)
     kernels = config.attn_implementation in (None, "eager", "sdpa")
     return dataclasses.replace(
@@ -176,7 +176,7 @@ class Stages:
         try:
             yield
         except UserError as error:
-            self.ended(name, *map(fails, error.problems))  # lines stay whole: not every "; " comes before a fix
+            self.ended(name, *map(fails, error.problems))  # not split at "; ", which may not precede a fix
         except Exception as error:  # noqa: BLE001
             self.ended(name, fails(f"unexpected: {what_and_where(error)}"))
 

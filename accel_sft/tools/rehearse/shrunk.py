@@ -1,4 +1,4 @@
-"""Makes a rehearsal's model (the real model's family, shrunk), and reports what an adapter does not reach."""
+"""Makes a rehearsal's model (a small one of the real model's family), and reports what an adapter does not reach."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ _SIZES: dict[int, str] = {
     1: "n_group topk_group n_groups mamba_n_groups mamba_ngroups n_shared_experts",
 }
 _SIZE_OF = {key: size for size, keys in _SIZES.items() for key in keys.split()}
-"""Sizes of the shrunk model by key of config.json; they must fit each other."""
+"""Sizes of the shrunk model by key of config.json. The sizes must be consistent with each other."""
 _NOT_COPIED = {"config.json", "adapter_config.json", "README.md"}
 _BY_LAYER = ("_indices", "_indexes", "_ids", "_idx")
-"""Endings of names of lists that hold numbers of layers."""
+"""Endings of keys whose lists hold layer numbers."""
 
 
 def shrink(source: Source, folder: Path, config: TrainConfig) -> tuple[str, list[Finding]]:
-    """Write the shrunk model of `source` into `folder`, as `--model` reads it, with the real tokenizer, chat template
-    and generation_config.json; return what it is, in words, and what an adapter does not reach."""
+    """Write a shrunk copy of the model `source` into `folder`, for `--model`, with the real tokenizer, chat template
+    and generation_config.json. Return a description of the copy, and what an adapter does not reach."""
     import torch
     from transformers import AutoConfig
 
@@ -80,8 +80,8 @@ def _files_of(name: str) -> Path:
 
 
 def _smallest(real: Any, name: str, trusted: bool) -> tuple[Any, int, int]:
-    """Return a configuration with the fewest first layers of the real model that include all kinds of its layers; also
-    their number, and the number of the real model's layers."""
+    """Return a configuration with as many first layers of the real model as are needed to include each kind of layer;
+    also the number of these layers, and the number of the real model's layers."""
     layers, why = real.get_text_config(decoder=True).num_hidden_layers, ""
     every = _kinds(_narrow(real, layers, layers), layers, trusted)
     for count in range(min(2, layers), layers + 1):
@@ -90,12 +90,12 @@ def _smallest(real: Any, name: str, trusted: bool) -> tuple[Any, int, int]:
             if every <= _kinds(small, count, trusted):
                 return small, count, layers
         except (StrictDataclassError, *REFUSALS) as error:
-            why = first_line(error)  # for example, a pattern needs more layers than this
-    raise UserError(f"--model {name}: no small model can be made of its configuration ({why})")
+            why = first_line(error)  # for example, a pattern that needs more layers
+    raise UserError(f"--model {name}: no small model can be made from its configuration ({why})")
 
 
 def _narrow(real: Any, layers: int, count: int) -> Any:
-    """Return a configuration that is narrow, with the first `count` of its `layers` layers."""
+    """Return a narrow configuration with the first `count` of the real model's `layers` layers."""
     content = real.to_dict()
     content.pop("quantization_config", None)
     small = type(real).from_dict(dict(_values(content, layers, count, "")))
@@ -105,7 +105,7 @@ def _narrow(real: Any, layers: int, count: int) -> Any:
 
 def _kinds(settings: Any, count: int, trusted: bool) -> set[Any]:
     """Return the kinds of layers of a model with `count` layers. A kind is a layer's modules, parameter shapes, and the
-    modules' attributes that are switches or names."""
+    modules' attributes that are booleans or strings."""
     import torch
 
     with torch.device("meta"):
@@ -168,11 +168,11 @@ def _rope(value: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any
 
 
 def _unreached(model: Any, config: TrainConfig) -> Iterator[Finding]:
-    """Warn of experts that `--lora-target-modules` gives no adapter, since they are tensors, not layers."""
+    """Warn of experts that `--lora-target-modules` names but does not reach, because they are tensors, not layers."""
     experts = [name for name, weights in model.named_parameters() if weights.ndim == 3 and "expert" in name]
     modules, parameters = (names_of(value) for value in (config.lora_target_modules, config.lora_target_parameters))
     missed = [n for n in experts if n.rsplit(".", 1)[-1] in modules and not any(map(n.endswith, parameters))]
     if missed and config.adapter != "none":
-        what = f"--lora-target-modules does not reach {', '.join(alike(missed))}, which are no layers"
+        what = f"--lora-target-modules does not reach {', '.join(alike(missed))}, which are tensors, not layers"
         inside = ",".join(dict.fromkeys(name.split(".", 3)[-1] for name in missed))
         yield warns(what, f"--lora-target-parameters {inside} adapts the experts")

@@ -21,7 +21,7 @@ def collect(runs: Sequence[Run]) -> dict[str, Any]:
     answers, so that they can be compared.
 
     Returns:
-        `examples`: (prompt, expected answer) of each; `scores`: names of the scores; `evaluations`: dictionaries with
+        `examples`: pairs (prompt, expected answer); `scores`: names of the scores; `evaluations`: dictionaries with
         `run`, `step` (None if the command `evaluate` made it), `label`, `count` (answers in the file) and `rows`:
         [index of the example, answer, scores by name].
     """

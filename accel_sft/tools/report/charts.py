@@ -27,7 +27,7 @@ MEASURED = {
     "grad_norm": ("Gradient norm", "L2 norm before clipping", "more"),
     "seconds": ("Step time", "seconds per step", "more"),
 }
-"""Maps the key of what a chart shows to the chart's title, unit and group; the task's metrics have no entry."""
+"""Maps a measured key to the title, unit and group of its chart; the task's metrics have no entry."""
 _NOT_CURVES = {"step", "epoch", "tokens", "supervised_tokens", "tokens_per_second_per_device", *COSTS}
 _BY_SOURCE = "rows/", "tokens/"
 
@@ -108,8 +108,8 @@ def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, 
 def groups(runs: Sequence[Run], series: Sequence[str], comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
     """The groups of charts in the order of the page: first learning curves of comparisons, then those of `measured`.
 
-    Each has its `id`, its `heading` and `charts`. A chart has an `id`, a `title`, a `spec`, and its data under `curves`
-    or `rows`, as `kind` says.
+    Each group has an `id`, a `heading` and `charts`. A chart has an `id`, a `title`, a `spec`, and its data under
+    `curves` or `rows`, as `kind` says.
     """
     learnt = [
         {

@@ -67,7 +67,7 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> str:
 
 
 def _columns(comparison: Comparison) -> dict[str, str]:
-    """The numbers that any setting has, with their titles."""
+    """The titles of the numbers that at least one setting has, by key."""
     medians = [setting["median"] for setting in comparison.settings]
     return {key: title for key, title in NUMBERS.items() if any(is_number(median.get(key)) for median in medians)}
 

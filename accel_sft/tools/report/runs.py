@@ -110,11 +110,12 @@ def read_run(path: Path, name: str) -> Run:
     has_steps = folder.metrics.exists() and not run.record  # run.json is damaged, or not there
     is_evaluation = {"task", "after"} <= run.result.keys()  # `evaluate --output-dir` writes no record
     if not (has_steps or is_evaluation or folder.is_run()):
-        fix = f"name those in it: {folder}/*" if any(path.glob("*/run.json")) else "name another folder"
+        fix = f"name the runs in it: {folder}/*" if any(path.glob("*/run.json")) else "name another folder"
         raise UserError(f"RUN {folder}: it has neither {folder.record.name} nor {COMPARISON}; {fix}")
     if not folder.record.exists():
-        alone = is_evaluation and not has_steps
-        run.notes.append("an evaluation: no settings, no steps" if alone else "run.json is missing: settings unknown")
+        only_scores = is_evaluation and not has_steps
+        note = "an evaluation has no settings and no steps" if only_scores else "run.json is missing: settings unknown"
+        run.notes.append(note)
     _read_metrics(run)
     newest = folder.record if folder.record.exists() else folder.result
     run.started = newest.stat().st_mtime if newest.exists() else None
@@ -127,7 +128,7 @@ def _read(run: Run, path: Path) -> dict[str, Any]:
     try:
         return mapping(read_json(path)) if path.exists() else {}
     except UserError:
-        what = "half-written or damaged" if path.is_file() else "no regular file"
+        what = "half-written or damaged" if path.is_file() else "not a regular file"
         run.notes.append(f"{path.name} cannot be read: it is {what}")
         return {}
 
@@ -138,7 +139,7 @@ def _read_metrics(run: Run) -> None:
             if is_number(row.get("step")):
                 (run.steps if "loss" in row else run.evaluations).append(row)
     elif run.record:
-        run.notes.append("metrics.jsonl is not there: no step was recorded")
+        run.notes.append("metrics.jsonl is missing: no step was recorded")
 
 
 def read_lines(run: Run, path: Path) -> list[dict[str, Any]]:
@@ -162,7 +163,7 @@ def _status(run: Run) -> tuple[str, str]:
         return status, reason
     if is_locked(run.folder.path):
         return "running", ""
-    return "stopped", "no end is recorded, and no process here works in its folder: it was killed"
+    return "stopped", "no end is recorded, and no process on this machine works in its folder: it was killed"
 
 
 def named(paths: list[str]) -> dict[str, Path]:
@@ -177,13 +178,13 @@ def named(paths: list[str]) -> dict[str, Path]:
 def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
     """Read a folder with comparison.json; UserError if it is no comparison of this version.
 
-    Unless the page shows it `alone`, another comparison may have settings of the same names: `name` precedes each name.
+    Unless the comparison is `alone` on the page, `name` precedes its settings' names: other comparisons may share them.
     """
     file = path / COMPARISON
     record = mapping(read_json(file))
     if record.get("schema") != SCHEMA:
         schema = one_line(repr(record.get("schema")), 60)
-        problem = f"its schema is {schema}, this version reads {SCHEMA}"
+        problem = f"its schema is {schema}, but this version reads {SCHEMA}"
         raise UserError(f"{file}: {problem}; use the version of accel-sft that wrote it")
     try:
         settings = record["settings"]
@@ -205,7 +206,7 @@ def _round(path: Path, setting: str, noted: dict[str, Any]) -> Run:
         run = read_run(path / noted["folder"], name)
     except UserError:
         run = Run(name=name, series=setting, folder=RunDir(path / noted["folder"]), status="unknown")
-        run.notes.append("its folder is not there: only what the comparison noted is shown")
+        run.notes.append("its folder is missing: only what the comparison recorded is shown")
         run.result = {"steps": noted["steps"]} if is_number(noted.get("steps")) else {}
     for key in ("tokens_per_second", "mfu", "peak_device_memory_gib", "peak_host_memory_gib"):
         if is_number(noted.get(key)):  # the comparison's own numbers: its speed leaves out the discarded steps

@@ -98,7 +98,7 @@ def verify(run: Path, segments: int, seed: int | None, from_start: bool, toleran
 
 
 def _shown(finding: Finding, as_json: bool) -> Finding:
-    """The finding, printed at once unless the report is to be JSON."""
+    """Return the finding; print it at once unless the report is JSON."""
     for line in () if as_json else lines(finding, _COLORS):
         click.echo(line)
     return finding

@@ -1,4 +1,4 @@
-"""Compares a run's files with each other, and with the data, code and libraries here. Nothing is run. No torch."""
+"""Compares a run's files with each other, and with this machine's data, code and libraries. Needs no torch."""
 
 import dataclasses
 import hashlib
@@ -28,7 +28,7 @@ from accel_sft.tracking.metrics_file import chained, read_lines
 from accel_sft.training.state import learning_rate
 
 LEVELS = ("differs", "open", "holds")
-"""Verdicts on a file or a segment of steps, the worst first; `open`: this machine cannot decide it."""
+"""Verdicts on a file or a segment of steps, the worst first. `open` means that this machine cannot decide."""
 
 
 def holds(subject: str, what: str) -> Finding:
@@ -87,7 +87,7 @@ class Recorded:
 
 
 _UNREADABLE = (UserError, LookupError, TypeError, ValueError, AttributeError, AssertionError, OSError, yaml.YAMLError)
-"""Errors that can occur on reading a file that was not written by a run."""
+"""Errors that reading a changed file may raise."""
 
 
 def examine(run: Recorded) -> Iterator[Finding]:
@@ -104,7 +104,7 @@ def _folder(run: Recorded) -> Iterator[Finding]:
     path = run.run_dir.path / manifest.MANIFEST
     if not path.exists():
         if run.complete:
-            yield differs(path.name, "is missing, and a finished run has one")
+            yield differs(path.name, "is missing, although a finished run has one")
         else:
             yield undecided(path.name, "the run has not ended: its exported weights and samples are not recorded yet")
         return
@@ -121,7 +121,7 @@ def _folder(run: Recorded) -> Iterator[Finding]:
 
 
 def _checkpoints(run: Recorded) -> Iterator[Finding]:
-    """Check that each checkpoint is as it was written, by what run.json records, and none was replaced or removed."""
+    """Check that checkpoints are as written, were made as run.json records, and were not replaced or removed."""
     changed: dict[str, str] = {}
     for step, about in run.saved.items():
         name = run.run_dir.checkpoint(step).name
@@ -130,7 +130,7 @@ def _checkpoints(run: Recorded) -> Iterator[Finding]:
         for earlier, identity in mapping(about.get("before")).items():
             folder = run.run_dir.checkpoints / Path(earlier).name
             if folder.is_dir() and manifest.identity(folder) != identity and earlier not in run.damaged:
-                changed.setdefault(earlier, f"it is not the one that was there when {name} was written")
+                changed.setdefault(earlier, f"it is not the checkpoint that was there when {name} was written")
     yield from _makers(run)
     for name, what in {**run.damaged, **changed}.items():
         yield differs(name, what)
@@ -138,7 +138,7 @@ def _checkpoints(run: Recorded) -> Iterator[Finding]:
         *_, (newest, about) = run.saved.items()
         remaining = [] if is_locked(run.run_dir.path) else about["kept"]  # a running training removes checkpoints
         for step in sorted({*remaining} - {step_of(path) for path in run.run_dir.all_checkpoints()}):
-            yield differs(run.run_dir.checkpoint(step).name, f"is missing; it was kept when step {newest} was written")
+            yield differs(run.run_dir.checkpoint(step).name, f"is missing; it was there when step {newest} was saved")
         if not (changed or run.damaged):
             count = "1 checkpoint is" if len(run.saved) == 1 else f"{len(run.saved)} checkpoints are"
             yield holds("checkpoints", f"{count} as written, of steps {', '.join(map(str, run.saved))}")
@@ -177,7 +177,7 @@ def _settings(run: Recorded) -> Iterator[Finding]:
             break
     yield from findings
     if not findings:
-        yield holds("settings", f"run.yaml and run.json agree, and the rates of {len(steps)} steps follow from them")
+        yield holds("settings", f"run.yaml, run.json and the learning rates of {len(steps)} steps agree")
 
 
 def _log(run: Recorded) -> Iterator[Finding]:
@@ -194,22 +194,22 @@ def _log(run: Recorded) -> Iterator[Finding]:
     if lost := sorted(run.saved.keys() - ends.keys()):
         same = [step for step in ends if step < lost[0]]
         since = f"after step {max(same)} and " if same else ""
-        yield differs(name, f"lines {since}up to step {lost[0]} are not those that its checkpoint was written with")
+        yield differs(name, f"lines {since}up to step {lost[0]} have changed since that step's checkpoint")
     elif ends:
-        behind = len(chains) - 1 - ends[max(ends)]
-        yield holds(name, f"the lines up to step {max(ends)} are those that checkpoints were written with")
-        if behind and not run.complete:
-            yield undecided(name, f"the last {behind} lines are of steps after the last checkpoint")
+        later = len(chains) - 1 - ends[max(ends)]
+        yield holds(name, f"the lines up to step {max(ends)} are as they were when checkpoints were written")
+        if later and not run.complete:
+            yield undecided(name, f"the last {later} lines were written after the last checkpoint")
 
 
 def _software(run: Recorded) -> Iterator[Finding]:
     """Compare the versions of libraries, and the files of accel_sft and of the task."""
     then, now = mapping(run.record["launch"]).get("versions"), versions()
     if other := other_versions(mapping(then), now):
-        yield undecided("versions", f"the run had {'; '.join(other)}: bits may differ")
+        yield undecided("versions", f"the run had {'; '.join(other)}, so bits may differ")
         return
     if run.record["package_code"] != code_fingerprint():
-        yield differs("code", f"accel_sft's files differ from the run's, at the same version {now['accel-sft']}")
+        yield differs("code", f"accel_sft's files differ from the run's, although both are version {now['accel-sft']}")
         return
     findings = [*_task(run.record)]
     yield from findings or [holds("code", "accel_sft, the task and the libraries' versions are those of the run")]
@@ -219,7 +219,7 @@ def _task(record: dict[str, Any]) -> Iterator[Finding]:
     """Yield what differs from the run's task: its file, its package's files, or versions of imported libraries."""
     if file := record.get("task_file"):
         if not Path(file["path"]).is_file() or digest_of(Path(file["path"])) != file["sha256"]:
-            yield differs("task", f"{file['path']} is not what the run was made with")
+            yield differs("task", f"{file['path']} differs from the file that the run used")
     elif record.get("task_code"):
         try:
             task = registry.load(record["task"])
@@ -228,10 +228,10 @@ def _task(record: dict[str, Any]) -> Iterator[Finding]:
             return
         now = task_record(task)
         if now["task_code"] is None:
-            what = "a library that it imports is not installed here as a package, so it is not compared"
+            what = "not compared, because a library that the task imports is not installed here as a package"
             yield undecided("task", what)
         elif other := other_versions(record["task_libraries"], now["task_libraries"]):
-            yield undecided("task", f"what it imports: {'; '.join(other)}: bits may differ")
+            yield undecided("task", f"the task's libraries differ ({'; '.join(other)}), so bits may differ")
         if now["task_code"] not in (None, record["task_code"]):
             place = sys.modules[task.__module__.partition(".")[0]].__file__
             yield differs("task", f"the files of its package differ from the run's: {Path(str(place)).parent}")
@@ -255,7 +255,7 @@ def _data(run: Recorded) -> Iterator[Finding]:
         else:
             yield differs(name, "its content is not what the run was trained on")
     if same:
-        yield holds("data", f"{', '.join(same)}: as the run read it")
+        yield holds("data", f"unchanged since the run: {', '.join(same)}")
     if gone:
         yield undecided("data", f"not found from this folder: {', '.join(gone)}")
 

@@ -28,13 +28,13 @@ from accel_sft.tracking.metrics_file import read_lines
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 _MEASURED = {"seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", KEY, *COSTS}
-"""Keys of metrics.jsonl for times and speeds: a second run has different ones."""
+"""Keys of metrics.jsonl for times and speeds, whose values differ in a second run."""
 _ALL = "1000000"
-"""--keep-checkpoints of a segment: the checkpoint at its end stays, however far the run gets before it is killed."""
+"""--keep-checkpoints for running a segment: so many that the checkpoint at its end stays until it is compared."""
 _COMPUTED = {"loss", "grad_norm"}
 """Keys of a step's line that rounding changes; all others are a function of data and settings."""
 _REFUSED = "the run was started with"
-"""Text in each line with which a resume refuses settings, data, code or weights other than the recorded ones."""
+"""Part of each message with which a resume refuses settings, data, code or weights that have changed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Segment:
 
 def candidates(run: Recorded, *, from_start: bool) -> list[Segment]:
     """The segments between undamaged checkpoints, and from the last one to the end of a finished run; none for a run on
-    several machines. `from_start` includes the one from step 0, as does another segment that is at least as long."""
+    several machines. The segment from step 0 is included with `from_start`, or if another segment is as long."""
     if run.machines > 1:
         return []
     ends = [*run.saved]
@@ -73,9 +73,9 @@ def chosen(possible: Sequence[Segment], count: int, seed: int) -> list[Segment]:
 
 
 def conclusions(run: Recorded, possible: Sequence[Segment], again: Sequence[Segment]) -> list[str]:
-    """How much of the run the segments in `again` verify, and which steps cannot be verified."""
+    """Lines on how much of the run was run `again`, and on which steps cannot be verified."""
     if not possible:
-        kept = "no two checkpoints are kept; --from-start runs the steps up to the first one"
+        kept = "fewer than two checkpoints are kept; --from-start runs the steps up to the first checkpoint"
         return [f"no segment can be run again: {'the run was on several machines' if run.machines > 1 else kept}"]
     covered = sum(segment.steps for segment in again)
     lines = [f"{len(again)} of {len(possible)} segments were run again ({covered:,} of {run.last_step:,} steps)"]
@@ -87,12 +87,12 @@ def conclusions(run: Recorded, possible: Sequence[Segment], again: Sequence[Segm
 def not_to_the_bit(run: Recorded, segment: Segment, again: RunDir) -> list[str]:
     """Reasons why the segment may differ in last bits although nothing was changed; [] if each bit must be the same."""
     then, now = (_maker(record) for record in (run.record, again.read_record()))
-    reasons = [f"{name} then: {then[name]}, here: {now[name]}" for name in then if then[name] != now[name]]
+    reasons = [f"{name} ({then[name]} in the run, {now[name]} here)" for name in then if then[name] != now[name]]
     if then["device"] != "cpu" and not run.record["config"].get("deterministic"):
         reasons.append("GPUs without --deterministic")
     layout = manifest.about(again.all_checkpoints()[-1]).get("layout")
     if any(run.saved[step].get("layout") != layout for step in run.saved.keys() & {segment.begin, segment.end}):
-        reasons.append("resumed under another launch since")
+        reasons.append("the run was resumed under another launch")
     return reasons
 
 
@@ -209,7 +209,7 @@ def _result(run_dir: RunDir) -> dict[str, Any]:
 
 
 def _lines(run: Recorded, segment: Segment, again: RunDir) -> tuple[list[str], float]:
-    """Return which line differs first, and the largest relative difference of a loss (infinity: of other values)."""
+    """The first difference in words, and the largest relative difference of losses (infinity: other values differ)."""
     within = range(segment.begin + (segment.begin > 0), segment.end + 1)
     made = {_key(line): line for line in read_lines(again.metrics)}
     differences: list[str] = []
@@ -221,7 +221,7 @@ def _lines(run: Recorded, segment: Segment, again: RunDir) -> tuple[list[str], f
         keys = [key for key in dict.fromkeys([*line, *other]) if key not in _MEASURED]
         if wrong := [key for key in keys if line.get(key) != other.get(key)]:
             key = wrong[0]
-            differences.append(f"step {line['step']}: {key} is {line.get(key)}, run again {other.get(key)}")
+            differences.append(f"step {line['step']}: {key} was {line.get(key)}, but {other.get(key)} when run again")
             off = max(off, _difference(line, other, wrong) if "loss" in line else 0.0)
     more = f" and {len(differences) - 1} more lines" if len(differences) > 1 else ""
     return [differences[0] + more] if differences else [], off
