@@ -223,7 +223,7 @@ def test_same_data_is_refused_with_url(run):
     ("more", "problem"),
     [
         ({"url": None}, "--model: a value is needed"),
-        ({"url": None, "model": "m", "key_from": "K"}, "--key-from: needs --url"),
+        ({"url": None, "model": "m", "key_from": "K"}, "--key-from cannot be used without --url"),
         (
             {"max_length": 9, "seed": 9, "base": "auto", "dtype": "float32"},
             "a server has its own weights and settings; leave --base, --dtype, --max-length, --seed out",
