@@ -33,7 +33,7 @@ use-liger-kernel: enable-liger-kernel liger-kernel use-liger
 """This trainer's options, each with its names in other trainers."""
 _HINTS = """
 assistant-only-loss completion-only-loss train-on-inputs train-on-prompt = in chats, only the answers are learnt
-batch-size gradient-accumulation-steps per-device-train-batch-size = use --global-batch-size: rows per step, all ranks
+batch-size gradient-accumulation-steps per-device-train-batch-size = use --global-batch-size, rows per step on all ranks
 bf16 pure-bf16 = the launcher sets the precision: accelerate launch --mixed_precision bf16
 config-file gpu-ids machine-rank main-process-ip mixed-precision = a launcher's flag: write it before -m
 main-process-port multi-gpu num-machines num-processes zero-stage = a launcher's flag: write it before -m

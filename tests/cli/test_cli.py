@@ -187,7 +187,7 @@ def test_every_foreign_option_of_a_command_is_named_at_once(run, site):
     """A command of another trainer, as it is, with an option of the task's own that is called as one elsewhere."""
     words = "--stage sft --template qwen --shout --quantization_bit=4 --val_size 0.1 --lora_rank 8 --save_steps 100"
     result = run("good", *words.split(), *(f"--{name}=1" for name in NOT_OURS[6:]))
-    hints = dict(line.split(" is no option of accel-sft good: ") for line in result.stderr.splitlines())
+    hints = dict(line.split(" is not an option of accel-sft good: ") for line in result.stderr.splitlines())
     assert [*hints] == [f"Error: --{name}" for name in NOT_OURS]
     assert hints["Error: --quantization-bit"] == "it is --load-in-4bit here"
     assert hints["Error: --val-size"] == "the task chat takes --held-out"
@@ -226,7 +226,7 @@ def test_all_problems_are_told_at_once_each_naming_its_flag(run, site, tmp_path)
 
 
 def test_lora_options_without_an_adapter_are_refused(run):
-    refused = "Error: --lora-r: --adapter none trains all weights; add --adapter lora, or leave it out\n"
+    refused = "Error: --lora-r has no effect without an adapter; add --adapter lora, or leave this option out\n"
     assert run("good", "--lora-r", "8").stderr == refused  # also if it is the default
     assert handed_over(run("good", "--lora-r", "8", "--adapter", "lora"))["config"]["lora_r"] == 8
 
@@ -249,12 +249,12 @@ def test_a_file_of_another_task_or_of_none_is_refused(run, site, tmp_path):
     install(site, "p-other", "other = p_other:Good")
     file = tmp_path / "run.yaml"
     file.write_text("task: good\n", encoding="utf-8")
-    message = f"Error: --config {file}: task: good, but the command line says other; leave one out\n"
+    message = f"Error: --config {file}: it names the task good, not other; leave one of the two out\n"
     assert run("other", "--config", str(file)).stderr == message
     file.write_text("task: god\n", encoding="utf-8")
     assert "no task or tool 'god'; did you mean good?" in run("--config", str(file)).stderr
     file.write_text("seed: 1\n", encoding="utf-8")
-    message = f"Error: --config {file}: no task in it; write `task: NAME`, or the name before the options\n"
+    message = f"Error: --config {file}: no task in it; add `task: NAME`, or name a task before the options\n"
     assert run("--config", str(file)).stderr == message
 
 
@@ -449,7 +449,7 @@ def test_task_option_of_a_tools_name_is_refused_there_alone(run, site):
     install(site, "accel-sft-clashing", "clashing = accel_sft_clashing:Good", clashing)
     assert handed_over(run("clashing"))["task"] == "clashing"
     (line,) = run("compare", "clashing").stderr.splitlines()
-    assert line.startswith("Error: task clashing: option --repeat is this command's own and the task's too")
+    assert line.startswith("Error: task clashing: this command already has an option --repeat")
 
 
 OF_RECORD = {
@@ -470,6 +470,6 @@ def test_recorded_options_give_way_to_those_given(tmp_path, capsys, task, record
         _, made = command.read(click.get_current_context())
     assert made.validation_file == rows
     note = capsys.readouterr().err
-    assert note == f"note: of the run's record, left out in conflict with these options: {unfit}\n"
+    assert note == f"note: these options from the run's record conflict, and are left out: {unfit}\n"
     with pytest.raises(UserError), command.make_context(record["task"], [*given, "--held-out", "0"]):
         command.read(click.get_current_context())
