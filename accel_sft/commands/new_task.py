@@ -30,7 +30,7 @@ py-modules = ["{module}"]
 """
 
 _MODULE = '''\
-"""A small task that works. Make it your own: change the rows, what `parse` accepts, the prompt, answer and score."""
+"""A small task that works. Make it your own: change the rows, what `parse` accepts, prompt, answer and score."""
 
 from dataclasses import dataclass
 
@@ -44,7 +44,7 @@ class {cls}(Task):
     main_metric = "accuracy"
 
     train_file: str | None = option(None, rows=True, help="Rows with question and answer; default: a sample.")
-    validation_file: str | None = option(None, rows=True, help="Rows to evaluate on; default: a tenth of the others.")
+    validation_file: str | None = option(None, rows=True, help="Validation rows; default: a tenth of --train-file.")
 
     def dataset(self, split):
         """The examples of "train" or "validation"; none may be in both."""
@@ -88,7 +88,7 @@ from accel_sft.testing import TaskConformance
 
 
 class Test{cls}(TaskConformance):
-    task = {cls}()  # give here the options without a default
+    task = {cls}()  # add values for options without a default
 
 
 def test_the_task_is_found_by_its_name():
@@ -99,7 +99,7 @@ def test_the_task_is_found_by_its_name():
 @click.command("new-task")
 @click.argument("name")
 @click.argument("directory", type=click.Path(), required=False)
-@click.option("--file", "one_file", is_flag=True, help="Write one file instead, NAME.py, which you need not install.")
+@click.option("--file", "one_file", is_flag=True, help="Write a single file, NAME.py, which needs no installation.")
 def new_task(name: str, directory: str | None, one_file: bool) -> None:
     """Start a task of your own: a plugin named NAME in DIRECTORY (default: accel-sft-NAME)."""
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name):
@@ -119,7 +119,7 @@ def new_task(name: str, directory: str | None, one_file: bool) -> None:
         templates[target / f"tests/test_{identifier}.py"] = _TEST
     try:
         if target.exists() and (one_file or any(target.iterdir())):
-            raise UserError(f"{target}: is there already; name another DIRECTORY")
+            raise UserError(f"{target}: already exists; name another DIRECTORY")
         for path, template in templates.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(template.format(**values), encoding="utf-8")

@@ -431,7 +431,7 @@ def test_a_new_task_in_one_file_runs_as_it_stands(run, tmp_path, monkeypatch):
     (tmp_path / "bad.jsonl").write_text('{"question": "2?", "answer": "even"}\n{"question": "3?"}\n')
     with pytest.raises(UserError, match=r"bad\.jsonl:2: field 'answer': expected text"):
         task(train_file="bad.jsonl").dataset("train")
-    assert "even_odd.py: is there already" in run("new-task", "even-odd", "--file").stderr
+    assert "even_odd.py: already exists" in run("new-task", "even-odd", "--file").stderr
 
 
 @pytest.mark.parametrize("name", ["math", "good", "tasks", "../up"])
@@ -440,7 +440,7 @@ def test_a_new_task_needs_a_name_of_its_own_and_overwrites_nothing(tmp_path, run
     assert (result.returncode, "NAME" in result.stderr) == (1, True)
     assert not (tmp_path / "new").exists()
     (tmp_path / "mine.txt").write_text("", encoding="utf-8")
-    assert "is there already" in run("new-task", "fresh", str(tmp_path)).stderr
+    assert "already exists" in run("new-task", "fresh", str(tmp_path)).stderr
     assert "cannot be written" in run("new-task", "fresh", str(tmp_path / "mine.txt" / "x")).stderr
 
 
