@@ -58,9 +58,7 @@ def test_run_is_served_in_its_precision_by_its_name(run, program):
 )
 def test_adapters_vllm_cannot_serve_are_refused(adapter, tmp_path, changed, what):
     edit_json(shutil.copytree(adapter, tmp_path / "other") / "adapter_config.json", **changed)
-    with pytest.raises(
-        UserError, match=f"cannot serve {what}, which {tmp_path / 'other'} has; merge the adapter first"
-    ):
+    with pytest.raises(UserError, match=f"cannot serve {what}, which {tmp_path / 'other'} has; merge the adapter"):
         _vllm(str(tmp_path / "other"), "name")
 
 
