@@ -45,7 +45,7 @@ class StepPlan:
         self._rows = [*self.sources.values()]
         self._turns = taking_turns(shares)
         self._places = [np.flatnonzero(self._turns == source) for source in range(len(shares))]
-        self._earlier = np.empty_like(self._turns)  # for each turn of a round: the earlier turns of the same source
+        self._earlier = np.empty_like(self._turns)  # for each turn of a round: how many its source had before
         for places in self._places:
             self._earlier[places] = np.arange(len(places))
         self._longest = max(range(len(shares)), key=lambda source: len(self._rows[source]) / shares[source])

@@ -178,11 +178,11 @@ def test_malformed_element_is_named_by_number_and_others_are_read(file, element,
 
 
 BROKEN_ARRAYS = {
-    "comma missing": ('[{"answer": "1"}\n{"answer": "2"}]', " row 1: expected ',' or ']' after it; is the file cut"),
+    "comma missing": ('[{"answer": "1"}\n{"answer": "2"}]', " row 1: expected ',' or ']' after this row; is the file"),
     "cut off inside": ('[{"answer": "1"},\n{"answer":\n "2', " row 2: not JSON at line 3, column 2: Unterminated str"),
-    "comma at the end": ('[{"answer": "1"},\n]', " row 1: a comma follows, but no row after it"),
+    "comma at the end": ('[{"answer": "1"},\n]', " row 1: a comma follows, but no row after the comma"),
     "text behind": ('[{"answer": "1"}]\n[]', " row 1: text after the end of the array: '[]'"),
-    "nested beyond reading": ("\n" + "[" * 200_000, " row 1: nested too deeply; the rest is unread"),
+    "nested beyond reading": ("\n" + "[" * 200_000, " row 1: nested too deeply; the rest was not read"),
 }
 
 
