@@ -30,7 +30,7 @@ class TrainConfig:
         "auto", choices=_DTYPES, help="Data type of the weights; auto: float32 if trained, else the launch's precision."
     )
     attn_implementation: str | None = _model(None, help="eager, sdpa, flash_attention_2, or a hub kernel (ORG/REPO).")
-    use_liger_kernel: bool = _model(False, help="Use Liger's Triton kernels, after checking the loss with them.")
+    use_liger_kernel: bool = _model(False, help="Use Liger's Triton kernels, after checking that they keep the loss.")
     train_only: str | None = _model(None, help="Train only weights whose names match this regular expression.")
     gradient_checkpointing: bool = _model(False, basic=True, help="Recompute activations to save memory.")
     compile: bool = _model(False, help="Compile the layers (torch.compile): first steps slow, later ones faster.")
@@ -49,9 +49,9 @@ class TrainConfig:
     chat_template: str | None = _data(None, help="chatml, a Jinja file, or a model whose template to use.")
     train_limit: str | None = _data(
         None,
-        help="Training examples, or a share (10%): a random sample if they come from files, else the first ones.",
+        help="Number or share (10%) of training examples: a random sample if from files, else the first ones.",
     )
-    mix: str | None = _data(None, help="Share of each --train-file in the training rows, in order, such as 3,1.")
+    mix: str | None = _data(None, help="Shares of the --train-file sources in the training rows, such as 3,1.")
     max_length: int | None = _data(None, basic=True, min=2, help="Maximum tokens per example (see --truncation).")
     truncation: str = _data(
         "drop", choices=("drop", "right", "error"), help="Examples above --max-length: leave out, cut, or refuse."
@@ -97,7 +97,7 @@ class TrainConfig:
     adam_beta2: float | None = _optim(None, min=0, max=0.9999, help="Decay of AdamW's second moment.")
     max_grad_norm: float = _optim(1.0, min=0, help="Clip the gradient to this norm; 0: never.")
     ema_decay: float | None = _optim(
-        None, min=1e-6, max=1 - 1e-6, help="Decay, such as 0.999, of an EMA of the weights that best/ and final/ hold."
+        None, min=1e-6, max=1 - 1e-6, help="EMA decay of the weights, such as 0.999; best/ and final/ hold the EMA."
     )
     on_nonfinite: str = _optim(
         "stop", choices=("stop", "skip"), help="If loss or gradient is NaN or infinite: stop, or skip the step."

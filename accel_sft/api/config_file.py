@@ -141,7 +141,7 @@ def _mapping(path: str) -> list[tuple[Any, Any]]:
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
     except OSError as error:
-        raise UserError(f"--config {path}: cannot be read ({error.strerror})") from None
+        raise UserError(f"--config {path}: cannot be read ({error.strerror}); name a YAML file") from None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise UserError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(root, yaml.MappingNode):

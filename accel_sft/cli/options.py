@@ -91,7 +91,7 @@ _ROUNDS = (
 )
 _LAUNCHES = (
     _own("--launch", "Launch files; single: without a launcher (the default).", multiple=True, metavar="NAME,..."),
-    _own("--num-processes", "Processes that the launcher starts; single has one.", multiple=True, metavar="N,..."),
+    _own("--num-processes", "Processes that the launcher starts; one for single.", multiple=True, metavar="N,..."),
     _own("--mixed-precision", "The launcher's precision.", multiple=True, metavar="no|fp16|bf16,..."),
 )
 _RUNS = (

@@ -177,7 +177,7 @@ class TaskCommand(click.Command):
                 raise UserError(*error.problems, *problems) from None
             named = task_in(path)
             if named and not same_task(named, self.name):
-                of_file.append(f"--config {path}: it names the task {named}, not {self.name}; leave one of the two out")
+                of_file.append(f"--config {path}: the file names the task {named}, not {self.name}; leave one out")
             problems = [*of_file, *problems]
         built: list[Any] = []
         for cls, offered in self.offers.items():
@@ -217,7 +217,10 @@ class TaskCommand(click.Command):
             if not unfit or values.keys() <= of_run.keys():
                 raise
             flags = ", ".join(unfit.values())
-            print(f"note: these options from the run's record conflict, and are left out: {flags}", file=sys.stderr)
+            print(
+                f"note: these options of the run's record conflict with yours, and are left out: {flags}",
+                file=sys.stderr,
+            )
         return registry.build(self.name, cls, {name: value for name, value in values.items() if name not in unfit})
 
 

@@ -151,7 +151,7 @@ def _run(trained: Trained, options: dict[str, Any]) -> None:
                 click.echo(f"[{side}]")
             click.echo(printable(answer.text))
             if not answer.ended:
-                click.echo(f"cut after {answer.tokens} tokens; raise --max-new-tokens {most}", err=True)
+                click.echo(f"the answer was cut after {answer.tokens} tokens; raise --max-new-tokens", err=True)
 
 
 def _write(output: str, chats: list[Any], answers: dict[str, list[Any]], most: int) -> None:

@@ -105,13 +105,13 @@ def new_task(name: str, directory: str | None, one_file: bool) -> None:
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name):
         raise UserError(f"NAME {name!r}: use lower-case letters, digits and hyphens, and begin with a letter")
     if name in (registry.RESERVED | registry.SHIPPED.keys() | registry.names().keys()):
-        raise UserError(f"NAME {name!r}: a tool or an installed task has this name; choose another")
+        raise UserError(f"NAME {name!r}: a tool or an installed task has this name; choose another name")
     identifier, cls = re.sub("-+", "_", name), f"{name.title().replace('-', '')}Task"
     values = {"name": name, "module": f"accel_sft_{identifier}", "cls": cls, "version": accel_sft.__version__}
     if one_file:
         target = Path(directory or ".") / f"{identifier}.py"
         if not target.exists() and importlib.util.find_spec(identifier):
-            raise UserError(f"NAME {identifier}: a module of Python or of a library has this name; choose another")
+            raise UserError(f"NAME {identifier}: a module of Python or a library has this name; choose another name")
         templates = {target: _MODULE}
     else:
         target = Path(directory or f"accel-sft-{name}")

@@ -125,14 +125,14 @@ def _also(run: Path, patterns: Sequence[str]) -> dict[str, Path]:
     return files
 
 
-def _check_name(name: str, what: str) -> None:
+def _check_name(name: str, argument: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise UserError(f"{what} {name}: not a repository's name ({one_line(str(error), 100)})") from None
+        raise UserError(f"{argument} {name}: not a repository's name ({one_line(str(error), 100)})") from None
 
 
 def _upload(files: Mapping[str, Path], repo: str, private: bool, message: str) -> str:

@@ -31,7 +31,7 @@ _NEEDS = {
 @click.argument("run", type=click.Path(), metavar="RUN")
 @click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS]")
 @click.option("--with", "program_kind", type=click.Choice([*_NEEDS]), default="vllm", show_default=True, help="Server.")
-@click.option("--program", metavar="PATH", help="The server's program; default: the one on PATH.")
+@click.option("--program", metavar="PATH", help="The server's program; default: the program on PATH.")
 @click.option("--gguf", metavar="FILE", help="File for llama.cpp to serve, written by `accel-sft merge --gguf`.")
 @click.option("--name", metavar="NAME", help="The model's name for clients; default: the run's folder.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; 0.0.0.0: all.")

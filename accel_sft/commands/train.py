@@ -135,10 +135,10 @@ def _explained(run_dir: RunDir, signals: StopSignals, error: BaseException) -> B
     if out_of_memory(error):
         advice = "lower --micro-batch-size or --eval-batch-size, or add --gradient-checkpointing"
         return UserError(f"out of device memory ({one_line(first_line(error), 46)}); {advice}")
-    if trouble := trouble_of_compiling(error):
-        return UserError(trouble)
-    if trouble := trouble_of_writing(error, run_dir.path):
-        return UserError(f"{run_dir}: {trouble}, then go on with --resume auto")
+    if problem := trouble_of_compiling(error):
+        return UserError(problem)
+    if problem_and_fix := trouble_of_writing(error, run_dir.path):
+        return UserError(f"{run_dir}: {problem_and_fix}, then go on with --resume auto")
     if "Expected to have finished reduction" in str(error):  # by DDP, which waits for every gradient
         problem = "a trained weight gets no gradient, but DDP waits for one"
         return UserError(f"{problem}; leave the weight out with --train-only (a launch with z2.yaml names it)")

@@ -91,11 +91,11 @@ def _opened(path: Path) -> Iterator[Any]:
     except ValueError as error:  # the name has a NUL or a lone surrogate
         raise UserError(f"{str(path)!r}: not a file's name ({error}); give {EXPECTED}") from None
     if not regular:
-        raise UserError(f"{path}: a pipe or a device, not a file; give {EXPECTED}")
+        raise UserError(f"{path}: is a pipe or a device, not a file; give {EXPECTED}")
     try:
         with path.open("rb") as stream:
             if stream.peek(16).startswith(b"version https://git-lfs"):
-                raise UserError(f"{path}: a pointer of Git LFS, not the file itself; fetch it: git lfs pull")
+                raise UserError(f"{path}: is a pointer of Git LFS, not the file itself; fetch the file: git lfs pull")
             yield stream
     except OSError as error:
         raise UserError(f"{path}: {unreadable(error)}") from None
@@ -208,7 +208,7 @@ def _check(rows: RowFile, values: Iterable[Located], parse: Parse, written: Bina
     if problems:
         raise UserError(*_described(problems, rows, bad))
     if not places and not rows.left_out and not bad:
-        raise UserError(f"{rows.name}: no rows; expected {_ROWS}")
+        raise UserError(f"{rows.name}: has no rows; expected {_ROWS}")
     rows.places = places
     return bad
 

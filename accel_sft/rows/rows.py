@@ -218,7 +218,7 @@ def read_rows(
         lines += beside
         of_name, refused = _read_files(files, reader, parser, lines, problems)
         if refused and of_name:
-            problems.append(f"{folder}: if {', '.join(refused)} is no data, remove it, or name the files to read")
+            problems.append(f"{folder}: if {', '.join(refused)} is not data, remove it, or name the files to read")
         read += of_name
         parsers += [parser] * len(of_name)
         given.append((str(name), len(of_name)))

@@ -49,7 +49,7 @@ def row_names(names: str | Path) -> list[Path]:
     parts = str(names).split(",")
     if not all(parts):
         raise UserError(
-            f"{str(names)!r}: an empty name; give a file, a folder or a data set, with commas between several"
+            f"{str(names)!r}: has an empty name; give a file, a folder or a data set, with commas between several"
         )
     return [Path(os.path.expanduser(part)) for part in parts]
 
@@ -76,7 +76,7 @@ def absent_rows(names: str, flag: str) -> list[str]:
 
 def unreadable(error: OSError) -> str:
     """Say that a file cannot be opened, why, and what to do."""
-    return f"cannot be read ({error.strerror}); give an existing one: {EXPECTED}"
+    return f"cannot be read ({error.strerror}); name {EXPECTED} that exists"
 
 
 def folder_of(name: str | Path) -> tuple[str, str] | None:

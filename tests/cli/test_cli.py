@@ -249,7 +249,7 @@ def test_a_file_of_another_task_or_of_none_is_refused(run, site, tmp_path):
     install(site, "p-other", "other = p_other:Good")
     file = tmp_path / "run.yaml"
     file.write_text("task: good\n", encoding="utf-8")
-    message = f"Error: --config {file}: it names the task good, not other; leave one of the two out\n"
+    message = f"Error: --config {file}: the file names the task good, not other; leave one out\n"
     assert run("other", "--config", str(file)).stderr == message
     file.write_text("task: god\n", encoding="utf-8")
     assert "no task or tool 'god'; did you mean good?" in run("--config", str(file)).stderr
@@ -470,6 +470,6 @@ def test_recorded_options_give_way_to_those_given(tmp_path, capsys, task, record
         _, made = command.read(click.get_current_context())
     assert made.validation_file == rows
     note = capsys.readouterr().err
-    assert note == f"note: these options from the run's record conflict, and are left out: {unfit}\n"
+    assert note == f"note: options of the run's record that conflict with yours are left out: {unfit}\n"
     with pytest.raises(UserError), command.make_context(record["task"], [*given, "--held-out", "0"]):
         command.read(click.get_current_context())

@@ -108,7 +108,7 @@ BAD = {
     "latin-1": ("a.csv", "answer\nx\né\n".encode("latin-1"), ": not UTF-8 (in this line or a later one); convert"),
     "cut off": ("a.jsonl.gz", gzip.compress(JSONL)[:-9], ": cannot be decompressed (Compressed file ended"),
     "cut off, zstandard": ("a.jsonl.zst", zstandard(JSONL * 9)[:-5], ": cannot be decompressed ("),
-    "Git LFS": ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid x\n", ": a pointer of Git LFS, not the"),
+    "Git LFS": ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid x\n", ": is a pointer of Git LFS, not"),
     "not Parquet": ("a.parquet", JSONL, ": not Parquet or Arrow after row 0 ("),
 }
 
