@@ -217,10 +217,7 @@ class TaskCommand(click.Command):
             if not unfit or values.keys() <= of_run.keys():
                 raise
             flags = ", ".join(unfit.values())
-            print(
-                f"note: these options of the run's record conflict with yours, and are left out: {flags}",
-                file=sys.stderr,
-            )
+            print(f"note: options of the run's record that conflict with yours are left out: {flags}", file=sys.stderr)
         return registry.build(self.name, cls, {name: value for name, value in values.items() if name not in unfit})
 
 
