@@ -184,7 +184,7 @@ class TrainConfig:
         return lines + adapter_conflicts(self)
 
     def resolved(self, defaults: dict[str, Any]) -> Self:
-        """Return a copy in which defaults replace each None: the model's (`defaults`) or else the usual one, if any."""
+        """Return a copy in which each None is replaced by a default, if any: the model's (`defaults`) or the usual one."""
         values = {**_USUAL, **defaults}
         if self.adapter != "none":
             values = {**values, "learning_rate": max(values["learning_rate"], _ADAPTER_LEARNING_RATE)}
@@ -240,7 +240,7 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 _LONGEST_ROUND = 100_000
-"""Maximum sum of the shares in lowest terms: the rows of a round, in which each source has exactly its share."""
+"""Maximum sum of the shares in lowest terms, so of the rows in a round. In a round, each source has its exact share."""
 _COUNT = "[1-9][0-9]{,17}"  # 19 digits may need more than 63 bits
 _STEPS = f"auto|epoch|off|{_COUNT}", "a number of steps, auto, epoch or off"
 _FORMS = {
@@ -278,5 +278,5 @@ LAYOUT = frozenset(
 )
 """Settings that decide how a run is executed or observed, not what a step computes: a resume may change them."""
 _OF_DATA = frozenset({"template_date", "control_tokens"})
-"""Settings that affect tokenization. If a run's record lacks one, it is not compared: if the tokens differ, the hash of
-the data differs too."""
+"""Settings that affect tokenization. A setting that a run's record lacks is not compared: the hash of the data shows
+whether the tokens differ."""

@@ -79,7 +79,7 @@ def _by_name(lines: list[str], prefix: str = "") -> dict[str, str]:
 
 
 OTHER_COMMANDS = _by_name(_COMMANDS.strip().splitlines())
-"""What to write for commands that only other trainers have."""
+"""What to use instead of commands that only other trainers have."""
 _pairs = (entry.split(":") for entry in _HERE.split(";"))
 OTHER_NAMES = _by_name([f"{names} = it is --{ours.strip()} here" for ours, names in _pairs], "--")
 OTHER_NAMES |= _by_name(_HINTS.strip().splitlines(), "--")
@@ -118,7 +118,7 @@ def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[d
         elif name == TASK:
             problems.append(None if _text(node) else f"{line}: task: expected a task's name")
         elif name in REMOVED and _text(node) == REMOVED[name]:
-            pass  # the run.yaml of an earlier version
+            pass  # from the run.yaml of an earlier version
         elif advice := OTHER_NAMES.get(flag_of(name)):
             problems.append(f"{line}: unknown option {key.value!r}: {advice}")
         else:

@@ -1,4 +1,4 @@
-"""Settings as dataclass fields: type, default, help and limits, stated once for the command line, YAML and tests."""
+"""Settings as dataclass fields. A field states type, default, help and limits, for the command line, YAML and tests."""
 
 import dataclasses
 import math
@@ -76,7 +76,7 @@ class Setting:
         return self.default is dataclasses.MISSING
 
     def read(self, text: str) -> Any:
-        """Convert a text from the command line or a file; if that fails, return it, and `problem` reports it."""
+        """Convert a text from the command line or a file; if that fails, return the text, which `problem` reports."""
         try:
             return _SWITCH.get(text.lower(), text) if self.type is bool else self.type(text)
         except ValueError:

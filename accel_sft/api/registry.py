@@ -44,7 +44,7 @@ def plugins() -> list[Plugin]:
     """Return all entry points of the group, sorted by name, with the faults that metadata shows; import none."""
     every = []
     for point in importlib.metadata.entry_points(group=GROUP):
-        assert point.dist  # never None, as `entry_points` reads the metadata of distributions
+        assert point.dist  # never None, because `entry_points` reads the metadata of distributions
         name = re.sub(r"[-_.]+", "-", point.dist.name).lower()
         every.append(Plugin(point.name, point.value, name, point.dist.version, point.dist.metadata["Summary"] or ""))
     every.sort(key=lambda plugin: (plugin.name, plugin.distribution, plugin.target))

@@ -71,8 +71,8 @@ class Task(abc.ABC):
         """Return the scores of one generated answer by name: numbers, or other JSON values that `aggregate` reads."""
 
     def aggregate(self, scores: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Return a number for each metric from `scores`, which has an entry for each example; by default each key's
-        mean."""
+        """Return a number for each metric from `scores`, which has an entry for each example; by default, the mean
+        of each key."""
         keys = dict.fromkeys(key for score in scores for key in score)
         for key in keys:
             for score in scores:

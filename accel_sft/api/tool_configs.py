@@ -1,4 +1,4 @@
-"""The settings of `evaluate`, `plan`, `check` and `rehearse`: the trainer's, and those of one command alone."""
+"""The settings of `evaluate`, `plan`, `check` and `rehearse`: the trainer's, and those of a single command."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class EvaluateConfig(TrainConfig):
 
 @dataclasses.dataclass(kw_only=True)
 class PlanConfig(TrainConfig):
-    """The settings of `plan`: all of the trainer's, so that it takes any training command, and some of its own."""
+    """The settings of `plan`: some of its own, and all of the trainer's, so that it accepts any training command."""
 
     gpus: int | None = _plan(None, min=0, max=1024, help="GPUs per machine; 0: train on CPU; default: this machine's.")
     gpu_memory: float | None = _plan(None, min=0, help="GiB of memory of one GPU; default: this machine's.")
@@ -63,7 +63,7 @@ class PlanConfig(TrainConfig):
 
 @dataclasses.dataclass(kw_only=True)
 class CheckConfig(TrainConfig):
-    """The settings of `check`: all of the trainer's, so that it takes any training command, and some of its own."""
+    """The settings of `check`: some of its own, and all of the trainer's, so that it accepts any training command."""
 
     strict: bool = _check(False, help="Exit with status 1 on warnings too, not only on errors.")
     score: bool = _check(True, help="Score every example's target with the task's score().")
@@ -74,7 +74,7 @@ class CheckConfig(TrainConfig):
 
 @dataclasses.dataclass(kw_only=True)
 class RehearseConfig(TrainConfig):
-    """The settings of `rehearse`: all of the trainer's, so that it takes any training command, and some of its own."""
+    """The settings of `rehearse`: some of its own, and all of the trainer's, so that it takes any training command."""
 
     launch: str | None = _rehearse(
         None, help="Launch file of the real run: path or shipped file's name. Default: one process, no launch file."

@@ -35,7 +35,7 @@ def make_option(setting: Setting, repeated: bool = False) -> list[click.Option]:
 
 
 def make_list_option(setting: Setting, repeated: bool) -> list[click.Option]:
-    """Return the options of a setting that takes several values (by commas or repetition): two for a switch, or one."""
+    """Return the options for a setting with several values (by commas or repetition): two for a switch, else one."""
     [option] = make_option(setting, repeated)
     given: dict[str, Any] = {"multiple": True, "help": help_of(setting), "shell_complete": option.shell_complete}
     if setting.type is bool:

@@ -226,7 +226,7 @@ def _is_typed(ctx: click.Context, name: str) -> bool:
 
 
 def _refuse_clashes(task: str, params: Iterable[click.Parameter]) -> None:
-    """Refuse a tool if it has an option of the same name as the task; `api/task.py` checks the options of training."""
+    """Refuse a tool if an option of its own is also the task's; `api/task.py` checks the options of training."""
     flags = collections.Counter(flag for option in params for flag in (*option.opts, *option.secondary_opts))
     if clash := " and ".join(flag for flag, times in flags.items() if times > 1):
         raise UserError(f"task {task}: this command already has an option {clash}; rename it in the task")

@@ -78,7 +78,7 @@ def push(ctx: click.Context, run: str, repo: str, **options: Any) -> None:
 
 
 def _folder(run: str, what: str | None) -> Path:
-    """The folder of the weights: the run's folder `what` (best or final), otherwise the default for `run`."""
+    """Return the folder with the run's weights: the one that `what` names (best or final), otherwise the default."""
     chosen = Path(run, what) if what in ("best", "final") else RunDir.weights_in(run)
     folder = expanded(str(chosen), "RUN")
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):

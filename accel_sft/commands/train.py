@@ -108,7 +108,7 @@ def _ending(accelerator: Accelerator, run_dir: RunDir, fresh: bool, signals: Sto
     try:
         yield
     except BaseException as raised:
-        signals.failing()  # if the launcher is gone, ranks lose each other: their errors are not the cause
+        signals.failing()  # ends a rank whose launcher is gone: errors of lost connections are not the cause
         error = _explained(run_dir, signals, raised)
         if fresh and isinstance(raised, UserError) and not signals.deferred:
             if accelerator.is_main_process:

@@ -38,7 +38,7 @@ _KEPT_BESIDE_TOKENS = "left_out", "cut", "raw", "windowed", "control_tokens"
 _COMPARED = 32
 """Maximum number of examples that each start or resume tokenizes again, to compare the tokens with the cached ones."""
 _ANNOUNCED = 50_000
-"""From this number of examples on, a line announces that they are being tokenized."""
+"""Minimum number of examples for a line that announces that they are being tokenized."""
 
 
 class SplitEncoder:

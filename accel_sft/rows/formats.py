@@ -50,7 +50,7 @@ class Format(NamedTuple):
 
 
 def format_of(path: Path, begin: bytes = b"") -> Format:
-    """Return a file's format, judged by its name; the compression also by the file's first bytes (`begin`)."""
+    """Return a file's format by its name; if the name has no compression, the first bytes (`begin`) may show one."""
     *_, before, last = ("", "", *(suffix.lower() for suffix in path.suffixes))
     compression = last if last in COMPRESSIONS else ""
     suffix = before if compression else last

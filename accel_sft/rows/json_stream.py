@@ -237,5 +237,5 @@ def _array(text: str, end: str) -> Iterator[Located]:
 
 def _behind_blanks(text: str, at: int) -> int:
     blanks = _BLANK.match(text, at)
-    assert blanks  # as the pattern also matches an empty text
+    assert blanks  # because the pattern also matches an empty text
     return blanks.end()

@@ -75,8 +75,8 @@ class Rows(Sequence[Row]):
 
     @property
     def sources(self) -> list[str]:
-        """The files, folders and data sets that `read_rows` was given; of each path, only as many last parts as
-        distinguish them."""
+        """The files, folders and data sets that `read_rows` was given, each path shortened to the last parts
+        that keep the names distinct."""
         paths = [Path(name) for name, _ in self._given]
         for parts in itertools.count(1):
             names = ["/".join(path.parts[-parts:]) or str(path) for path in paths]
@@ -116,7 +116,7 @@ class Rows(Sequence[Row]):
 
         every = itertools.chain.from_iterable(file.groups() for file in self._files)
         groups = np.fromiter(every, np.uint32, self._ends[-1])[np.asarray(self._chosen)]
-        # multiply-shift hashing, as groups are hashes already: a group's number does not depend on the other rows
+        # multiply-shift hashing, because groups are hashes: a group's number does not depend on the other rows
         factor = np.uint64(random.Random(seed).getrandbits(64) | 1)
         drawn = (groups.astype(np.uint64) * factor) >> np.uint64(32)
         is_out = drawn < np.sort(drawn)[rows] if len(drawn) > rows else np.ones(len(drawn), dtype=bool)
@@ -203,7 +203,7 @@ def read_rows(
         split: "train" or "validation": the split of a folder or data set to read if there are several and `path` names
             none; a note says which was read. For "validation" this may be the split test.
     Raises:
-        UserError: a file cannot be read, has no rows, or has bad rows; lists up to twenty, with file, line and field.
+        UserError: a file cannot be read, has no rows, or has bad rows (up to twenty are listed, with line and field).
     """
     read: list[RowFile] = []
     parsers, given = [], []

@@ -137,7 +137,7 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
 
 
 def _by_card(folder: Path, names: Collection[str], configs: list[dict[str, Any]]) -> dict[str, str]:
-    """The split of each file, by name, as far as the folder's card names splits."""
+    """Return the splits of the files for which the folder's card (README.md) names one, by the files' names."""
     exact: dict[str, str] = {}
     for pattern, split in _splits_by_card(configs):
         for name in {*glob.glob(pattern, root_dir=folder, recursive=True)}.intersection(names):
