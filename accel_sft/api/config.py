@@ -184,7 +184,7 @@ class TrainConfig:
         return lines + adapter_conflicts(self)
 
     def resolved(self, defaults: dict[str, Any]) -> Self:
-        """Return a copy in which each None is replaced by a default, if any: the model's (`defaults`) or the usual one."""
+        """Return a copy with each None replaced by a default, if any: the model's (`defaults`) or the usual one."""
         values = {**_USUAL, **defaults}
         if self.adapter != "none":
             values = {**values, "learning_rate": max(values["learning_rate"], _ADAPTER_LEARNING_RATE)}
