@@ -24,7 +24,7 @@ class TrainConfig:
 
     model: str = _model("tiny", basic=True, help="Hub id, folder, or `tiny` (a toy model, built for the run).")
     revision: str | None = _model(None, help="Branch, tag or commit of --model on the hub; default: main.")
-    init_from: str | None = _model(None, basic=True, help="Folder of an earlier run; start from its weights.")
+    init_from: str | None = _model(None, basic=True, help="Start from the weights in a run's folder.")
     trust_remote_code: bool = _model(False, help="Run code that comes with the model (off: refuse it).")
     dtype: str = _model(
         "auto", choices=_DTYPES, help="Data type of the weights; auto: float32 if trained, else the launch's precision."
@@ -36,15 +36,15 @@ class TrainConfig:
     compile: bool = _model(False, help="Compile the layers (torch.compile): first steps slow, later ones faster.")
 
     adapter: str = _adapter("none", basic=True, choices=("none", *ADAPTERS), help="Train an adapter, not all weights.")
-    lora_r: int = _adapter(8, basic=True, min=1, help="Rank of the adapter (adalora: the final rank).")
-    lora_alpha: int = _adapter(16, basic=True, min=1, help="The adapter's output is scaled by alpha / r.")
+    lora_r: int = _adapter(8, basic=True, min=1, help="Rank (adalora: the final rank).")
+    lora_alpha: int = _adapter(16, basic=True, min=1, help="Scale of the adapter: alpha / r.")
     lora_dropout: float = _adapter(0.0, min=0, max=0.99, help="Dropout on the adapter's input.")
     lora_target_modules: str = _adapter("all-linear", help="Modules (q_proj,v_proj), or all-linear: all but the head.")
     lora_target_parameters: str | None = _adapter(None, help="Parameters to adapt, such as tensors that hold experts.")
     lora_modules_to_save: str | None = _adapter(None, help="Modules to train in full as well, such as lm_head.")
     use_rslora: bool = _adapter(False, help="Scale by alpha / sqrt(r), for high ranks (rsLoRA).")
     use_dora: bool = _adapter(False, help="Train magnitude and direction of weights separately (DoRA).")
-    load_in_4bit: bool = _adapter(False, basic=True, help="Load the base model's linear layers in 4 bits (QLoRA).")
+    load_in_4bit: bool = _adapter(False, basic=True, help="Load the base's linear layers in 4-bit (QLoRA).")
 
     chat_template: str | None = _data(None, help="chatml, a Jinja file, or a model whose template to use.")
     train_limit: str | None = _data(
@@ -114,7 +114,7 @@ class TrainConfig:
     patience: int | None = _eval(None, min=1, help="Stop after N evaluations in a row without a better main metric.")
 
     output_dir: str | None = _run(None, basic=True, help="The run's folder; default: runs/<task>-<time>.")
-    seed: int = _run(42, basic=True, min=0, max=2**31, help="Seed of initial weights, data order and dropout.")
+    seed: int = _run(42, basic=True, min=0, max=2**31, help="Seed of weights, data order and dropout.")
     deterministic: bool = _run(False, help="Make runs bitwise reproducible on GPUs too, with slower kernels.")
     save_every: str = _run("auto", help="Steps between checkpoints, epoch, off, or auto (about 4 a run).")
     keep_checkpoints: str = _run(

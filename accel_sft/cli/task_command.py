@@ -37,7 +37,7 @@ def _show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
-_YAML = "YAML file with these options; the command line overrides it."
+_YAML = "YAML file with these options; flags override it."
 _CONFIG = click.Option(["--config", "config_file"], type=click.Path(), metavar="FILE", help=_YAML)
 _EAGER: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_all}
 _ALL = click.Option(["--help-all"], help="Show every option and exit.", **_EAGER)

@@ -109,7 +109,7 @@ def test_broken_task_is_listed_and_fails_alone(run, site):
         ("evaluate good --learning-rate 1", 2, "No such option"),
         ("--config none.yaml", 1, "Error: --config none.yaml: cannot be r"),
         ("launch-file z2_ofload", 1, "did you mean z2_offload"),
-        ("new-task random --file", 1, "of a library has this name"),
+        ("new-task random --file", 1, "a library has this name"),
     ],
 )
 def test_wrong_words_get_one_hint(run, words, status, message):
@@ -135,7 +135,7 @@ def test_task_help_groups_the_options_by_section(run, monkeypatch):
         ("", "--size", "--weight-decay", "Train, evaluate"),
         ("plan", "--gpu-memory", "--lora-dropout", "Predict memory"),
         ("check", "--strict", "--truncation", "Audit a task"),
-        ("compare", "--launch", "--learning-rate", "Measure launch"),
+        ("compare", "--launch", "--learning-rate", "Compare launch"),
         ("evaluate", "--key-from", "--dtype", "Score a model"),
     ],
 )
