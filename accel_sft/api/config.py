@@ -22,7 +22,7 @@ _DTYPES = "auto", "float32", "bfloat16", "float16"
 class TrainConfig:
     """Every option of a training run. None means that an option was not given; `resolved` fills in the default."""
 
-    model: str = _model("tiny", basic=True, help="Hub id, folder, or `tiny` (a toy model, built for the run).")
+    model: str = _model("tiny", basic=True, help="Hub id, folder, or `tiny` (a toy model).")
     revision: str | None = _model(None, help="Branch, tag or commit of --model on the hub; default: main.")
     init_from: str | None = _model(None, basic=True, help="Start from the weights in a run's folder.")
     trust_remote_code: bool = _model(False, help="Run code that comes with the model (off: refuse it).")
@@ -60,14 +60,14 @@ class TrainConfig:
         None,
         choices=("off", "template", "keep"),
         help="off: prompts ask for no thinking; template: the chat template decides; keep: <think>...</think> in "
-        "targets is learnt and generated, but not scored. To score a run, `evaluate` uses the run's value.",
+        "targets is learnt and generated, but not scored. `evaluate` of a run uses the run's value.",
     )
     template_date: str | None = _data(None, help="Date for chat templates, YYYY-MM-DD; default: the run's first day.")
     control_tokens: str | None = _data(
         None,
         choices=("text", "tokens"),
         help="How to read the name of a control token in a text, such as <|im_end|>: as characters (text, the default) "
-        "or as that token (tokens). To score a run, `evaluate` uses the run's value.",
+        "or as that token (tokens). `evaluate` of a run uses the run's value.",
     )
     global_batch_size: int | None = _data(None, basic=True, min=1, help="Examples per optimizer step, over all ranks.")
     micro_batch_size: str = _data("auto", basic=True, help="Examples per forward on one rank, or auto.")

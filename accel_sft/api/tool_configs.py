@@ -30,7 +30,7 @@ class EvaluateConfig(TrainConfig):
     key_from: str | None = _model(
         None, basic=True, help="Variable with the server's API key; default: ACCEL_SFT_API_KEY."
     )
-    timeout: int = _model(600, min=1, basic=True, help="Maximum seconds to wait for one answer of the server.")
+    timeout: int = _model(600, min=1, basic=True, help="Maximum seconds for one answer of the server.")
     base: str | None = _model(None, basic=True, help="Also evaluate this model; auto: the run's initial model.")
     offload: str | None = _eval(
         None, basic=True, choices=("host", "disk"), help="Where to keep weights that do not fit on the GPU."
@@ -52,12 +52,12 @@ class PlanConfig(TrainConfig):
     """The settings of `plan`: some of its own, and all of the trainer's, so that it accepts any training command."""
 
     gpus: int | None = _plan(None, min=0, max=1024, help="GPUs per machine; 0: train on CPU; default: this machine's.")
-    gpu_memory: float | None = _plan(None, min=0, help="GiB of memory of one GPU; default: this machine's.")
+    gpu_memory: float | None = _plan(None, min=0, help="GiB per GPU; default: this machine's.")
     host_memory: float | None = _plan(None, min=0, help="GiB of host memory; default: this machine's free memory.")
     launch: str | None = _plan(
         None, help="Launch file: a path, or a shipped file's name; may be repeated. Default: every shipped file."
     )
-    details: bool = _plan(False, help="Show each phase's memory by component; always shown for one launch file.")
+    details: bool = _plan(False, help="Show each phase's memory by component (always for one launch file).")
     json: bool = _plan(False, help="Print JSON.")
 
 

@@ -90,12 +90,12 @@ _ROUNDS = (
     _own("--discard-steps", "First steps of each run, which the results leave out.", type=click.IntRange(0), default=3),
 )
 _LAUNCHES = (
-    _own("--launch", "Launch files; single: without a launcher (the default).", multiple=True, metavar="NAME,..."),
-    _own("--num-processes", "Processes that the launcher starts; one for single.", multiple=True, metavar="N,..."),
+    _own("--launch", "Launch files; single: no launcher (the default).", multiple=True, metavar="NAME,..."),
+    _own("--num-processes", "Processes of the launcher; one for single.", multiple=True, metavar="N,..."),
     _own("--mixed-precision", "The launcher's precision.", multiple=True, metavar="no|fp16|bf16,..."),
 )
 _RUNS = (
-    _own("--time-limit", "Of each run.", type=click.FloatRange(0, min_open=True), metavar="MINUTES", default=60.0),
+    _own("--time-limit", "Minutes per run.", type=click.FloatRange(0, min_open=True), metavar="MINUTES", default=60.0),
     _own("--keep-weights", "Keep the weights of each run; they are deleted otherwise.", is_flag=True),
     _own("--output-dir", "The comparison's folder; default: runs/compare-<task>-<time>.", metavar="TEXT"),
     _own("--dry-run", "Print each setting and its command, and stop.", is_flag=True),
