@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of causal language models, with tasks as plugins. A plugin author needs these names only."""
+"""Supervised fine-tuning of causal language models, with tasks as plugins. A plugin needs only the names below."""
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import option

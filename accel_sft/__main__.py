@@ -1,20 +1,20 @@
-"""`python -m accel_sft` and the console script `accel-sft`: the same command group."""
+"""Runs the command group, for `python -m accel_sft` and for the console script `accel-sft`."""
 
 import os
 import sys
 
-if sys.platform == "win32":  # before imports of what there is not
+if sys.platform == "win32":  # before the imports below, which would fail
     sys.exit(
-        "Error: accel_sft runs on Linux, and on macOS in one process. On Windows, run it in WSL: `wsl --install`, and "
-        "in its terminal the commands of the README"
+        "Error: accel_sft runs on Linux, and on macOS in one process. On Windows, install WSL (`wsl --install`), and "
+        "run the README's commands in WSL's terminal"
     )
 
 try:
     import click  # noqa: F401
 except ModuleNotFoundError:
-    sys.exit("Error: this Python lacks accel_sft's libraries; activate its environment: . .venv/bin/activate")
+    sys.exit("Error: this Python lacks the libraries of accel_sft; activate their environment: . .venv/bin/activate")
 
-import accel_sft.launch.launcher  # noqa: F401 - early: it notes who started this process
+import accel_sft.launch.launcher  # noqa: F401 - early: it reads the parent's process id
 from accel_sft.cli.group import cli
 from accel_sft.commands.listings import NAME, VARIABLE
 from accel_sft.io.terminal import escape_unencodable
@@ -22,9 +22,9 @@ from accel_sft.resilience.exit import ExitHandler, leave_together
 
 
 def main() -> None:
-    """Run the command line; ends the process with the status of the command."""
+    """Run the command line, and end the process with the exit status of the command."""
     escape_unencodable()
-    # not click's own main: it ends broken pipes and EOFErrors in silence, also those of a plugin or a collective
+    # not `cli.main()`: click exits silently on a broken pipe or an EOFError, also of a plugin or a collective
     with ExitHandler() as ending:
         if VARIABLE in os.environ:
             from click.shell_completion import shell_complete

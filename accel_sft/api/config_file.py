@@ -1,7 +1,7 @@
-"""Reads a `--config` file: options by name in YAML, with every problem of the file reported at once. Needs no torch.
+"""Reads a `--config` file: options by name in YAML, and reports all its problems together. Imports no torch.
 
-`OTHER_NAMES` says what to write for options of TRL, LLaMA-Factory, axolotl and ms-swift, and for removed ones;
-docs/command-line.md has a table for readers.
+`OTHER_NAMES` says what to write instead of options of TRL, LLaMA-Factory, axolotl and ms-swift, and of removed
+options; docs/command-line.md has a table for users.
 """
 
 import difflib
@@ -33,7 +33,7 @@ use-liger-kernel: enable-liger-kernel liger-kernel use-liger
 """This trainer's options, each with its names in other trainers."""
 _HINTS = """
 assistant-only-loss completion-only-loss train-on-inputs train-on-prompt = in chats, only the answers are learnt
-batch-size gradient-accumulation-steps per-device-train-batch-size = --global-batch-size: rows of a step on all devices
+batch-size gradient-accumulation-steps per-device-train-batch-size = use --global-batch-size, rows per step on all ranks
 bf16 pure-bf16 = the launcher sets the precision: accelerate launch --mixed_precision bf16
 config-file gpu-ids machine-rank main-process-ip mixed-precision = a launcher's flag: write it before -m
 main-process-port multi-gpu num-machines num-processes zero-stage = a launcher's flag: write it before -m
@@ -46,18 +46,18 @@ do-eval do-predict do-train = leave it out: a task's name alone trains, and eval
 enable-thinking = --thinking off asks for no thinking, and --thinking keep trains on it
 fp16 = the launcher sets the precision: accelerate launch --mixed_precision fp16
 fsdp fsdp-config = the launch file sets FSDP: accelerate launch --config_file accelerate_configs/fsdp2.yaml
-generate-with = serve the run by `accel-sft serve RUN`, then `accel-sft evaluate TASK --url URL`
+generate-with = serve the run with `accel-sft serve RUN`, then `accel-sft evaluate TASK --url URL`
 dataset-processes gradient-checkpointing-kwargs preprocessing-num-workers = leave it out: it is not needed
 group-by-length neat-packing packing padding-free sample-packing = --batching auto chooses the layout
 hub-model-id push-to-hub = `accel-sft push RUN ORG/NAME` uploads a run
-init-lora-weights lora-init = PiSSA and OLoRA change the base, on which resume and export rely; LoRA starts at zero
+init-lora-weights lora-init = leave it out: PiSSA and OLoRA, which change the base, are not offered
 load-best-model-at-end = every run keeps its best weights in best/, by the task's metric
-load-in-8bit = training on 8-bit weights is not offered; --load-in-4bit is QLoRA
+load-in-8bit = training on 8-bit weights is not offered; for QLoRA use --load-in-4bit
 lora-target-linear = leave it out: --lora-target-modules is all-linear by default
 max-samples = it is --train-limit here for training, and --eval-limit for evaluation
 metric-for-best-model = the task chat takes --metric
 neftune-alpha neftune-noise-alpha = leave it out: noise on embeddings (NEFTune) is not offered
-overwrite-output-dir = name a new --output-dir, or continue the run in it by --resume auto
+overwrite-output-dir = name a new --output-dir, or continue the run in it with --resume auto
 rl rlhf-type stage = leave it out: supervised fine-tuning is the only stage here
 split-dataset-ratio val-set-size val-size = the task chat takes --held-out
 template template-type = the model's own chat template is used; --chat-template names another
@@ -67,9 +67,9 @@ _COMMANDS = """
 cpo dpo grpo kto orpo ppo reward rlhf rloo rm simpo = preferences are not trained here; `accel-sft chat` learns answers
 deploy vllm-serve = `accel-sft serve RUN` serves a model
 export merge-lora = `accel-sft merge RUN OUT` merges an adapter into its base
-fine-tune finetune llm-sft sft train = train on chat files by `accel-sft chat --model MODEL --train-file FILE`
-infer inference = `accel-sft generate RUN` asks a model
-pre-train pretrain pt = train on raw text by `accel-sft chat --model MODEL --train-file TEXTS`
+fine-tune finetune llm-sft sft train = train on chat files with `accel-sft chat --model MODEL --train-file FILE`
+infer inference = `accel-sft generate RUN` answers prompts
+pre-train pretrain pt = train on raw text with `accel-sft chat --model MODEL --train-file TEXTS`
 """
 
 
@@ -79,7 +79,7 @@ def _by_name(lines: list[str], prefix: str = "") -> dict[str, str]:
 
 
 OTHER_COMMANDS = _by_name(_COMMANDS.strip().splitlines())
-"""What to write for commands that only other trainers have."""
+"""What to use instead of commands that only other trainers have."""
 _pairs = (entry.split(":") for entry in _HERE.split(";"))
 OTHER_NAMES = _by_name([f"{names} = it is --{ours.strip()} here" for ours, names in _pairs], "--")
 OTHER_NAMES |= _by_name(_HINTS.strip().splitlines(), "--")
@@ -100,8 +100,8 @@ def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[d
     first_lines: dict[str, int] = {}
     nodes = _mapping(path)
     if any(_text(key) in ("compute_environment", "distributed_type") for key, _ in nodes):
-        launch = f"accelerate launch --config_file {path} -m accel_sft TASK"
-        raise UserError(f"--config {path}: a launch file; give it to accelerate: {launch}")
+        command = f"accelerate launch --config_file {path} -m accel_sft TASK"
+        raise UserError(f"--config {path}: this is a launch file; give it to accelerate: {command}")
     for key, node in nodes:
         number = key.start_mark.line + 1
         line, name = f"line {number}", (_text(key) or "").replace("-", "_")
@@ -109,7 +109,7 @@ def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[d
         if name in first_lines:
             problems.append(f"{shown(name)} is given twice, on lines {first_lines[name]} and {number}; keep one")
         elif setting and _value(setting, node) == HIDDEN:
-            lacking = f"{line}: {setting.flag}: a run's file holds no secrets; give it on the command line"
+            lacking = f"{line}: {setting.flag}: a run's file holds no secrets; give this one on the command line"
             problems.append(None if name in given else lacking)
         elif setting:
             values[name] = _value(setting, node)
@@ -118,9 +118,9 @@ def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[d
         elif name == TASK:
             problems.append(None if _text(node) else f"{line}: task: expected a task's name")
         elif name in REMOVED and _text(node) == REMOVED[name]:
-            pass  # the run.yaml of an earlier version
-        elif ours := OTHER_NAMES.get(flag_of(name)):
-            problems.append(f"{line}: unknown option {key.value!r}: {ours}")
+            pass  # from the run.yaml of an earlier version
+        elif advice := OTHER_NAMES.get(flag_of(name)):
+            problems.append(f"{line}: unknown option {key.value!r}: {advice}")
         else:
             near = difflib.get_close_matches(name, [*setting_of, TASK], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
@@ -135,17 +135,17 @@ def task_in(path: str) -> str | None:
 
 
 def _mapping(path: str) -> list[tuple[Any, Any]]:
-    """The nodes of a file's keys and values."""
+    """The YAML nodes of a file's keys, each with the node of its value."""
     import yaml
 
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
     except OSError as error:
-        raise UserError(f"--config {path}: cannot be read ({error.strerror})") from None
+        raise UserError(f"--config {path}: cannot be read ({error.strerror}); name a YAML file") from None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise UserError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(root, yaml.MappingNode):
-        raise UserError(f"--config {path}: expected option names and values, one `name: value` a line")
+        raise UserError(f"--config {path}: expected option names and values, one `name: value` per line")
     return list(root.value)
 
 

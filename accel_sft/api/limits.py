@@ -1,4 +1,4 @@
-"""Which settings, adapter types, optimizers and launches can be combined, and why others cannot. Needs no torch."""
+"""Says which settings, adapter types, optimizers and launches work together, or why not. Imports no torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,30 +11,30 @@ ADAPTERS: dict[str, Mapping[str, str]] = {
     "lora": {"r": "lora_r", **_SAVED, **_VARIANTS, "target_parameters": "lora_target_parameters"},
     "adalora": {"target_r": "lora_r", **_SAVED},
 }
-"""Adapter types by peft's name in lower case. Each maps keys of peft's `adapter_config.json` to fields of
-`TrainConfig`. The keys' values are fixed when an adapter is made; to train it further, the fields must equal them."""
+"""Each adapter type (peft's name in lower case) maps keys of peft's `adapter_config.json` to fields of `TrainConfig`.
+The keys' values are fixed when an adapter is created: to train it further, the fields must have the same values."""
 OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
 """Settings of every adapter type; they have no effect without an adapter."""
 _LORA_ONLY = ("use_rslora", "use_dora", "lora_modules_to_save", "lora_target_parameters", "load_in_4bit")
 STATE_BYTES: dict[str, float] = {
     "adamw": 8,
-    "adamw-8bit": 2 + 2 * 4 / 256,  # two moments: each a byte an element, and a float32 scale for 256 elements
+    "adamw-8bit": 2 + 2 * 4 / 256,  # two moments: a byte per element, a float32 scale per 256
 }
-"""The optimizers of `--optimizer`, with the bytes of their state for each trained element."""
+"""The optimizers of `--optimizer`, with the bytes of their state per trained element."""
 TENSOR_PARALLEL = "TENSOR_PARALLEL"
 """The backend's name under tensor parallelism."""
 _REFUSED: dict[tuple[str, Any], tuple[tuple[str, ...], str]] = {
     ("use_dora", True): (("DEEPSPEED 3",), "z2"),  # each forward reads whole weights of the base, which are sharded
     ("lora_modules_to_save", True): (("FSDP",), "z2"),  # a tied embedding and head would be sharded twice
-    ("load_in_4bit", True): (("DEEPSPEED 3", "FSDP", TENSOR_PARALLEL), "z2"),  # bitsandbytes takes whole matrices
-    ("optimizer", "adamw-8bit"): (("DEEPSPEED", "FSDP", TENSOR_PARALLEL), "ddp"),  # it steps whole parameters
+    ("load_in_4bit", True): (("DEEPSPEED 3", "FSDP", TENSOR_PARALLEL), "z2"),  # bitsandbytes needs whole matrices
+    ("optimizer", "adamw-8bit"): (("DEEPSPEED", "FSDP", TENSOR_PARALLEL), "ddp"),  # it updates whole parameters
     ("compile", True): ((TENSOR_PARALLEL,), "fsdp2"),  # ranks communicate within each layer
-    ("use_liger_kernel", True): ((TENSOR_PARALLEL,), "fsdp2"),  # its kernels take whole matrices
+    ("use_liger_kernel", True): ((TENSOR_PARALLEL,), "fsdp2"),  # its kernels need whole matrices
     ("ema_decay", True): (("DEEPSPEED nvme", TENSOR_PARALLEL), "z3_offload"),  # each step would read the disk once more
     **{("adapter", name): ((TENSOR_PARALLEL,), "z2") for name in ADAPTERS},  # peft 0.21 fails on split matrices
 }
-"""Maps (setting, value) to the backends that do not support this value, and to a launch file that does. A backend has
-accelerate's name, perhaps with a ZeRO stage or `nvme`. True stands for every value that switches the setting on."""
+"""Maps (setting, value) to the backends that do not support the value, and to a launch file that does. A backend is
+accelerate's name, for some with a ZeRO stage or `nvme`. True stands for every value that switches the setting on."""
 
 
 def names_of(text: str | None) -> list[str]:
@@ -47,9 +47,9 @@ def adapter_conflicts(config: Any) -> list[str]:
     settings that peft cannot combine."""
     if config.adapter != "lora":
         flags = map(flag_of, chosen(config, _LORA_ONLY))
-        return [f"{flag} works only with --adapter lora: add that, or leave {flag} out" for flag in flags]
+        return [f"{flag} works only with --adapter lora; add it, or leave {flag} out" for flag in flags]
     if names_of(config.lora_target_parameters) and (config.use_dora or config.lora_dropout):
-        return ["--lora-target-parameters: peft has neither DoRA nor dropout for parameters; leave them out"]
+        return ["--lora-target-parameters: peft has neither DoRA nor dropout for parameters; leave these options out"]
     return []
 
 

@@ -1,4 +1,4 @@
-"""Settings as dataclass fields: type, default, help and limits, stated once for the command line, YAML and tests."""
+"""Settings as dataclass fields. A field states type, default, help and limits, for the command line, YAML and tests."""
 
 import dataclasses
 import math
@@ -40,14 +40,14 @@ def option(
             joined by commas), and a missing file or folder is refused before anything is loaded.
     """
     if isinstance(default, (list, dict, set)):
-        raise TypeError(f"option(default={default!r}): a default is shared between runs, use an immutable value")
+        raise TypeError(f"option(default={default!r}): a default is shared between runs; use an immutable value")
     limits = {"help": help, "choices": tuple(choices or ()), "min": min, "max": max}
     limits |= {"section": section, "basic": basic, "rows": rows}
     return dataclasses.field(default=default, metadata={__name__: limits})
 
 
 HIDDEN = "***"
-"""Recorded instead of an option's value if the option's name marks a secret."""
+"""Recorded in place of the value of an option whose name marks it as a secret, such as `api_key`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Setting:
         return self.default is dataclasses.MISSING
 
     def read(self, text: str) -> Any:
-        """Convert a text from the command line or a file; if that fails, return it unchanged, for `problem`."""
+        """Convert a text from the command line or a file; if that fails, return the text, which `problem` reports."""
         try:
             return _SWITCH.get(text.lower(), text) if self.type is bool else self.type(text)
         except ValueError:
@@ -87,12 +87,12 @@ class Setting:
         if value is None:
             return None if self.optional else f"{self.flag}: a value is needed"
         if isinstance(value, int) and value.bit_length() > 63:  # too large for a tensor, perhaps even to print
-            return f"{self.flag}: a number of {value.bit_length()} bits; the maximum is 63"
+            return f"{self.flag}: the number has {value.bit_length()} bits; the maximum is 63"
         accepted: tuple[Any, ...] = (int, float) if self.type is float else (self.type,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and self.type is not bool):
             return f"{self.flag} {_represented(value)}: expected {_EXPECTED[self.type]}"
-        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):  # surrogates: bytes, not UTF-8
-            return f"{self.flag} {shown(value)}: has NUL or bytes that are not UTF-8; remove them"
+        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):  # surrogates: bytes that are not UTF-8
+            return f"{self.flag} {shown(value)}: has a NUL or bytes that are not UTF-8; remove them"
         if self.choices and value not in self.choices:
             return f"{self.flag} {shown(value)}: not one of {', '.join(self.choices)}"
         if isinstance(value, float) and not math.isfinite(value):
@@ -114,7 +114,7 @@ def chosen(config: Any, names: Iterable[str]) -> list[str]:
 
 
 def shown(text: str) -> str:
-    """A value as messages show it: unchanged, unless it is empty, is too long, or would break the line."""
+    """A value as messages show it: unchanged if it is short and printable, otherwise quoted and cut."""
     return text if text and text.isprintable() and len(text) <= _SHOWN else _represented(text)
 
 
@@ -134,8 +134,8 @@ def settings(cls: type) -> list[Setting]:
         if not field.init:
             continue
         if hints[field.name] not in _TYPES:
-            what = "an option is a str, int, float or bool (or one of these | None)"
-            raise TypeError(f"{cls.__name__}.{field.name}: {what}, not {hints[field.name]}")
+            expected = "an option is a str, int, float or bool (or one of these | None)"
+            raise TypeError(f"{cls.__name__}.{field.name}: {expected}, not {hints[field.name]}")
         if field.default_factory is not dataclasses.MISSING:
             raise TypeError(f"{cls.__name__}.{field.name}: an option's default is a plain value, not a factory")
         limits = field.metadata.get(__name__, {})

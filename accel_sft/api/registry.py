@@ -1,4 +1,4 @@
-"""Finds tasks by the entry point group `accel_sft.tasks`, and loads them by name; a broken task breaks only itself."""
+"""Finds tasks in the entry point group `accel_sft.tasks`, and loads them by name. A broken task affects no other."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from accel_sft.api.task_file import load_file, task_file
 
 GROUP = "accel_sft.tasks"
 SHIPPED = {"chat": "accel-sft-chat", "math": "accel-sft-math", "ner": "accel-sft-ner"}
-"""Reserved task names, each with the distribution of this project that alone may use it."""
+"""Reserved task names, each with the only distribution that may use it."""
 RESERVED = frozenset(
     {"check", "compare", "completion", "doctor", "evaluate", "export-data", "generate", "how-much", "launch-file"}
     | {"merge", "new-task", "parity", "plan", "push", "rehearse", "report", "serve", "tasks", "verify"}
@@ -41,10 +41,10 @@ class Plugin:
 
 
 def plugins() -> list[Plugin]:
-    """Return all entry points of the group, sorted by name, with the faults that metadata shows; none is imported."""
+    """Return all entry points of the group, sorted by name, with the faults that metadata shows; import none."""
     every = []
     for point in importlib.metadata.entry_points(group=GROUP):
-        assert point.dist  # never None, as `entry_points` reads the metadata of distributions
+        assert point.dist  # never None, because `entry_points` reads the metadata of distributions
         name = re.sub(r"[-_.]+", "-", point.dist.name).lower()
         every.append(Plugin(point.name, point.value, name, point.dist.version, point.dist.metadata["Summary"] or ""))
     every.sort(key=lambda plugin: (plugin.name, plugin.distribution, plugin.target))
@@ -65,7 +65,7 @@ def load(name: str) -> type[Task]:
         return load_plugin(usable[0])
     if candidates:
         raise UserError(*(str(plugin.error(plugin.fault)) for plugin in candidates))
-    raise UserError(f"no task {name!r}{suggestion(name, names())}; `accel-sft tasks` lists the installed ones")
+    raise UserError(f"no task {name!r}{suggestion(name, names())}; `accel-sft tasks` lists the installed tasks")
 
 
 def suggestion(name: str, choices: Iterable[str]) -> str:
@@ -96,7 +96,7 @@ def load_plugin(plugin: Plugin) -> type[Task]:
 
 
 def build(name: str, cls: type[Any], values: dict[str, Any]) -> Any:
-    """Build a loaded task, or the trainer's settings, from `values`; a UserError has all problems, one line each."""
+    """Return a task, or the trainer's settings, made from `values`; a UserError has all problems, one per line."""
     try:
         built = cls(**values)
         lines = list(built.problems())
@@ -110,15 +110,15 @@ def build(name: str, cls: type[Any], values: dict[str, Any]) -> Any:
 
 
 def _fault(plugin: Plugin, every: list[Plugin]) -> str:
-    """Return why a plugin cannot be used, as far as metadata shows; empty if it can."""
+    """Return the reason, visible in metadata, why a plugin cannot be used; empty if there is none."""
     if not re.fullmatch("[a-z0-9-]+", plugin.name):
         return "invalid task name; use lower-case letters, digits and hyphens"
     if plugin.name in RESERVED:
-        return f"the name belongs to the tool `accel-sft {plugin.name}`; the plugin must choose another"
+        return f"the name belongs to the tool `accel-sft {plugin.name}`; the plugin must choose another name"
     if owner := SHIPPED.get(plugin.name):
-        return "" if plugin.distribution == owner else f"the name belongs to {owner}; the plugin must choose another"
+        return "" if plugin.distribution == owner else f"the name belongs to {owner}; choose another name"
     same = [other for other in every if other.name == plugin.name and other is not plugin]
     if same:
         others = ", ".join(f"{other.target} of {other.distribution} {other.version}" for other in same)
-        return f"{others} has the same name; neither is loaded, uninstall one"
+        return f"the name is also used by {others}; none of them is loaded, uninstall all but one"
     return ""

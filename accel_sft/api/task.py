@@ -1,4 +1,4 @@
-"""The base class of tasks (examples, prompts, answers and scores), and the check of task classes. No dependencies."""
+"""The base class of tasks (examples, prompts, answers and scores), and the check of task classes."""
 
 import abc
 import dataclasses
@@ -14,10 +14,10 @@ from accel_sft.api.tool_configs import EvaluateConfig
 
 @dataclasses.dataclass(kw_only=True)
 class Task(abc.ABC):
-    """Subclass it as a keyword-only dataclass. Each field is also a command-line option, which `option` describes.
+    """A task; subclass it as a keyword-only dataclass. Each field is a command-line option, declared by `option`.
 
     An example may be any object; the trainer only hands it back to the methods below. All methods must be pure:
-    every rank calls them and must get the same results, which are kept for later runs.
+    every rank calls them and must get the same results, which are cached for later runs.
     """
 
     main_metric: ClassVar[str]
@@ -27,7 +27,7 @@ class Task(abc.ABC):
     """
     higher_is_better: ClassVar[bool] = True
     tiny_steps: ClassVar[int] = 1400
-    """Steps for which the built-in model `tiny` learns the task, unless --max-steps or --epochs is given."""
+    """Optimizer steps of a run with the built-in model `tiny`, unless --max-steps or --epochs is given."""
 
     @abc.abstractmethod
     def dataset(self, split: str) -> Sequence[Any]:
@@ -54,7 +54,7 @@ class Task(abc.ABC):
         """Return the answer, the only text (with its end-of-turn token) that carries loss.
 
         Or return, as messages, all turns after the prompt; the last turn must be an assistant's. Every assistant turn
-        carries loss unless it has `"weight": 0`. `score` gets the text generated in place of the last turn with loss.
+        carries loss unless it has `"weight": 0`. `score` gets the text that is generated for the last turn with loss.
         """
 
     def tools(self, example: Any) -> list[dict[str, Any]] | None:
@@ -71,17 +71,17 @@ class Task(abc.ABC):
         """Return the scores of one generated answer by name: numbers, or other JSON values that `aggregate` reads."""
 
     def aggregate(self, scores: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Return a number for each metric from `scores`, which has an entry for each example; by default each key's
-        mean."""
+        """Return a number for each metric from `scores`, which has an entry for each example; by default, the mean
+        of each key."""
         keys = dict.fromkeys(key for score in scores for key in score)
         for key in keys:
             for score in scores:
                 if not isinstance(score.get(key), (int, float)):
-                    raise UserError(f"score() gave {key!r} {score.get(key)!r}, which has no mean; give a number")
+                    raise UserError(f"score() gave {score.get(key)!r} for {key!r}, which has no mean; return a number")
         return {key: sum(score[key] for score in scores) / len(scores) for key in keys}
 
     def problems(self) -> list[str]:
-        """Return a line for each problem of the options; a task may extend this, for values that cannot be combined."""
+        """Return a line for each problem of the options; a task may extend it, to refuse combinations of values."""
         return problems(self)
 
 
@@ -143,6 +143,6 @@ def _option_faults(cls: type[Task]) -> list[str]:
         if clash:
             causes.append(f"{' and '.join(clash)}: the trainer or the task has this option; rename {setting.name!r}")
         elif not setting.required and setting.problem(setting.default):
-            causes.append(f"default of {setting.problem(setting.default)}")
+            causes.append(f"the default is refused: {setting.problem(setting.default)}")
         taken |= _flags(setting)
     return causes

@@ -13,11 +13,11 @@ from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task, contract_faults
 
 _MODULE = "accel_sft_file_"
-"""Prefix of the names of modules made from files, so that `math.py` does not replace Python's own `math`."""
+"""Prefix of a task file's module name, so that a file `math.py` does not replace Python's own `math`."""
 
 
 def task_file(word: str) -> tuple[Path, str] | None:
-    """File and class that `mytask.py:MyTask` names (for `mytask.py` the class is ""); None for an installed task."""
+    """The file and the class in a word such as mytask.py:MyTask ("" without a class); None for an installed task."""
     match = re.fullmatch(r"(.+\.py)(?::(\w*))?", word, re.DOTALL)
     return (Path(match[1]).expanduser(), match[2] or "") if match else None
 
@@ -29,7 +29,7 @@ def recorded_name(word: str) -> str:
 
 
 def same_task(word: str, other: str) -> bool:
-    """Whether two words name the same task: the same name, or the same file (either word may leave out the class)."""
+    """Whether two words name the same task: equal names, or the same file (either word may leave out the class)."""
     first, second = task_file(word), task_file(other)
     if first is None or second is None:
         return word == other
@@ -37,7 +37,7 @@ def same_task(word: str, other: str) -> bool:
 
 
 def load_file(path: Path, class_name: str) -> type[Task]:
-    """Run a file, and check and return its task's class. The file can import modules in its own folder by name."""
+    """Run a Python file; check and return the class of its task. The file can import modules of its folder by name."""
     where = f"task {path}"
     try:
         source = path.read_bytes()
@@ -66,12 +66,12 @@ def file_record(cls: type) -> dict[str, str] | None:
 def _module(path: Path, source: bytes) -> types.ModuleType:
     name = _MODULE + re.sub(r"\W", "_", path.stem)
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec  # not None, as the name ends with .py
+    assert spec  # not None, because the name ends with .py
     module = importlib.util.module_from_spec(spec)
     module.__dict__["__task_file__"] = {"path": str(path), "sha256": hashlib.sha256(source).hexdigest()}
     sys.modules[name] = module
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # last, so that `random.py` beside a task does not hide Python's
+        sys.path.append(str(path.parent))  # last, so that a `random.py` there does not hide Python's
     return module
 
 
@@ -80,12 +80,12 @@ def _chosen(where: str, path: Path, class_name: str, module: types.ModuleType) -
     tasks = {cls.__name__: cls for cls in own if issubclass(cls, Task)}
     if class_name:
         if not hasattr(module, class_name):
-            raise UserError(f"{where}: no {class_name} in it; it has {', '.join(tasks) or 'no task'}")
+            raise UserError(f"{where}: no class {class_name} in this file; it has {', '.join(tasks) or 'no task'}")
         return getattr(module, class_name)
     usable = {name: cls for name, cls in tasks.items() if not cls.__abstractmethods__} or tasks
     if not usable:
-        raise UserError(f"{where}: no subclass of accel_sft.Task in it; write one, or name it: {path}:MyTask")
+        raise UserError(f"{where}: no subclass of accel_sft.Task in this file; write one, or name it: {path}:MyTask")
     if len(usable) > 1:
-        named = " or ".join(f"{path}:{name}" for name in usable)
-        raise UserError(f"{where}: {len(usable)} tasks are in it; name one: {named}")
+        choices = " or ".join(f"{path}:{name}" for name in usable)
+        raise UserError(f"{where}: this file has {len(usable)} tasks; name one: {choices}")
     return next(iter(usable.values()))

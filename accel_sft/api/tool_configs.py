@@ -1,4 +1,4 @@
-"""The settings of commands other than training that take a task: the trainer's, and their own. Needs no torch."""
+"""The settings of `evaluate`, `plan`, `check` and `rehearse`: the trainer's, and those of a single command."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ _OF_SERVERS = "key_from", "timeout"
 
 @dataclasses.dataclass(kw_only=True)
 class EvaluateConfig(TrainConfig):
-    """The settings of `evaluate`. The command line offers only some of training's; the others keep their defaults."""
+    """The settings of `evaluate`. The command line offers only some of the trainer's; the rest keep their defaults."""
 
     model: str = _model(
-        "", basic=True, help="Folder of a run, weights or an adapter, or a hub id; with --url the server's model name."
+        "", basic=True, help="Folder of a run, weights or an adapter, or a hub id; with --url, the model's name there."
     )
-    url: str | None = _model(None, basic=True, help="OpenAI-compatible server to score: http://127.0.0.1:8000/v1.")
-    key_from: str | None = _model(None, basic=True, help="Variable with the server's key; default: ACCEL_SFT_API_KEY.")
-    timeout: int = _model(600, min=1, basic=True, help="Seconds for the server to give one answer.")
+    url: str | None = _model(None, basic=True, help="Score an OpenAI-compatible server: http://127.0.0.1:8000/v1.")
+    key_from: str | None = _model(
+        None, basic=True, help="Variable with the server's API key; default: ACCEL_SFT_API_KEY."
+    )
+    timeout: int = _model(600, min=1, basic=True, help="Maximum seconds for one answer of the server.")
     base: str | None = _model(None, basic=True, help="Also evaluate this model; auto: the run's initial model.")
     offload: str | None = _eval(
         None, basic=True, choices=("host", "disk"), help="Where to keep weights that do not fit on the GPU."
@@ -41,42 +43,41 @@ class EvaluateConfig(TrainConfig):
             lines = [f"--url: a server has its own weights and settings; leave {flags} out"] if flags else []
         else:
             lines = [] if self.model else ["--model: a value is needed"]
-            lines += [f"{flags}: needs --url"] if flags else []
+            lines += [f"{flags} cannot be used without --url"] if flags else []
         return lines + super().problems()
 
 
 @dataclasses.dataclass(kw_only=True)
 class PlanConfig(TrainConfig):
-    """The settings of `plan`: its own and all of training's, so that a training command can be planned unchanged."""
+    """The settings of `plan`: some of its own, and all of the trainer's, so that it accepts any training command."""
 
-    gpus: int | None = _plan(None, min=0, max=1024, help="GPUs of a machine; 0: its CPU; default: this machine's.")
-    gpu_memory: float | None = _plan(None, min=0, help="GiB of one GPU; default: this machine's.")
+    gpus: int | None = _plan(None, min=0, max=1024, help="GPUs per machine; 0: train on CPU; default: this machine's.")
+    gpu_memory: float | None = _plan(None, min=0, help="GiB per GPU; default: this machine's.")
     host_memory: float | None = _plan(None, min=0, help="GiB of host memory; default: this machine's free memory.")
     launch: str | None = _plan(
-        None, help="Launch file: a shipped one's name, or a path; may be repeated. Default: every shipped one."
+        None, help="Launch file: a path, or a shipped file's name; may be repeated. Default: every shipped file."
     )
-    details: bool = _plan(False, help="Show each phase's memory by component, as for a single launch file.")
+    details: bool = _plan(False, help="Show each phase's memory by component (always for one launch file).")
     json: bool = _plan(False, help="Print JSON.")
 
 
 @dataclasses.dataclass(kw_only=True)
 class CheckConfig(TrainConfig):
-    """The settings of `check`: its own and all of training's, so that a training command can be audited unchanged."""
+    """The settings of `check`: some of its own, and all of the trainer's, so that it accepts any training command."""
 
     strict: bool = _check(False, help="Exit with status 1 on warnings too, not only on errors.")
-    score: bool = _check(True, help="Score every example's own answer by the task's score().")
-    show: int = _check(2, min=0, max=1000, help="Training examples to print; tokens with loss are marked.")
-    html: str | None = _check(None, help="Write the report to this file, as one page.")
+    score: bool = _check(True, help="Score every example's target with the task's score().")
+    show: int = _check(2, min=0, max=1000, help="Training examples to print, with the tokens that carry loss marked.")
+    html: str | None = _check(None, help="Write the report to this file, as one HTML page.")
     json: bool = _check(False, help="Print the report as JSON, and nothing else, on standard output.")
 
 
 @dataclasses.dataclass(kw_only=True)
 class RehearseConfig(TrainConfig):
-    """The settings of `rehearse`: its own and all of training's, so that a training command can be rehearsed
-    unchanged."""
+    """The settings of `rehearse`: some of its own, and all of the trainer's, so that it takes any training command."""
 
     launch: str | None = _rehearse(
-        None, help="Launch file of the real run: a shipped one's name, or a path. Default: one process without one."
+        None, help="Launch file of the real run: path or shipped file's name. Default: one process, no launch file."
     )
     keep: bool = _rehearse(False, help="Keep the rehearsal's folder; after a failure it is always kept.")
     json: bool = _rehearse(False, help="Print JSON, and nothing else, on standard output.")

@@ -34,15 +34,15 @@ class TaskGroup(click.Group):
         self.tool = tool
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """If an option comes first, where the task's name belongs, take the word after the `--config` file as the name
-        (`--config run.yaml math` becomes `math --config run.yaml`), or else read the name from the file."""
+        """If `--config FILE` comes before the task's name, move the name to the front: `--config run.yaml math` becomes
+        `math --config run.yaml`. If no name comes after the file, read the name from the file."""
         path, behind = _config_file(args) if args and args[0].startswith("-") else (None, 0)
         if path and args[behind:] and not args[behind].startswith("-"):
             args = [args[behind], *args[:behind], *args[behind + 1 :]]
         elif path:
             named = None if ctx.resilient_parsing and not Path(path).is_file() else task_in(path)
             if named is None and not ctx.resilient_parsing:
-                raise UserError(f"--config {path}: no task in it; write `task: NAME`, or the name before the options")
+                raise UserError(f"--config {path}: no task in it; add `task: NAME`, or name a task before the options")
             args = [*([named] if named else []), *args]
         try:
             return super().parse_args(ctx, args)
@@ -110,10 +110,10 @@ _SETTINGS["token_normalize_func"] = lambda name: name.replace("_", "-")  # users
 @click.group(cls=TaskGroup, context_settings=_SETTINGS)
 @click.version_option(accel_sft.__version__, prog_name="accel-sft")
 @click.option(
-    "--config", metavar="FILE", expose_value=False, help="Train as a YAML file says; a run's run.yaml repeats the run."
+    "--config", metavar="FILE", expose_value=False, help="YAML file with options; a run's run.yaml repeats the run."
 )
 def cli() -> None:
-    """Fine-tune causal language models on tasks, each a small plugin.
+    """Fine-tune causal language models on tasks. Each task is a small plugin.
 
     TASK is the name of an installed task, or a Python file with a task: ./mytask.py or ./mytask.py:MyTask.
 

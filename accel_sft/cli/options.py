@@ -1,5 +1,5 @@
-"""Options of the command line: those made from settings (in a comparison they take several values), and a comparison's
-own options."""
+"""Makes command-line options from settings (in a comparison, each takes several values), and defines the options that
+only comparisons have."""
 
 import functools
 from typing import Any
@@ -17,7 +17,7 @@ _METAVARS = {str: "TEXT", int: "INTEGER", float: "NUMBER"}
 
 
 def make_option(setting: Setting, repeated: bool = False) -> list[click.Option]:
-    """The click option of a setting. It has no default, so that all values are read and checked in one place. If the
+    """Return a setting's click option. It has no default, so that all values are read and checked in one place. If the
     option may be `repeated`, or names rows, its values are joined by commas."""
     help = help_of(setting)
     if setting.type is bool:
@@ -35,18 +35,18 @@ def make_option(setting: Setting, repeated: bool = False) -> list[click.Option]:
 
 
 def make_list_option(setting: Setting, repeated: bool) -> list[click.Option]:
-    """Return the options of a setting that takes several values, by commas or repetition; a switch has two options."""
+    """Return the options for a setting with several values (by commas or repetition): two for a switch, else one."""
     [option] = make_option(setting, repeated)
     given: dict[str, Any] = {"multiple": True, "help": help_of(setting), "shell_complete": option.shell_complete}
     if setting.type is bool:
-        negated, both = f"--no-{setting.flag[2:]}", f"Off; {setting.flag} on,off: both."
+        negated, both = f"--no-{setting.flag[2:]}", f"Off. To compare both: {setting.flag} on,off."
         off = click.Option([negated, f"no_{setting.name}"], is_flag=True, help=both)
         return [click.Option([setting.flag, setting.name], is_flag=False, flag_value="on", metavar="", **given), off]
     return [click.Option([setting.flag, setting.name], metavar=option.metavar, **given)]
 
 
 def help_of(setting: Setting, *, limits: bool = True) -> str:
-    """Return a setting's help with its default and, if asked for, its limits."""
+    """Return a setting's help with its default and, if `limits`, its limits."""
     return f"{setting.help} {_brackets(setting, limits)}".strip()
 
 
@@ -86,23 +86,23 @@ def _own(flag: str, help: str, **settings: Any) -> click.Option:
 
 
 _ROUNDS = (
-    _own("--repeat", "Number of rounds; each setting runs once a round.", type=click.IntRange(1), default=3),
-    _own("--discard-steps", "First steps of each run to leave out of the results.", type=click.IntRange(0), default=3),
+    _own("--repeat", "Number of rounds; each setting runs once per round.", type=click.IntRange(1), default=3),
+    _own("--discard-steps", "First steps of each run, which the results leave out.", type=click.IntRange(0), default=3),
 )
 _LAUNCHES = (
     _own("--launch", "Launch files; single: no launcher (the default).", multiple=True, metavar="NAME,..."),
-    _own("--num-processes", "The launcher's processes; single has one.", multiple=True, metavar="N,..."),
+    _own("--num-processes", "Processes of the launcher; one for single.", multiple=True, metavar="N,..."),
     _own("--mixed-precision", "The launcher's precision.", multiple=True, metavar="no|fp16|bf16,..."),
 )
 _RUNS = (
-    _own("--time-limit", "Per run.", type=click.FloatRange(0, min_open=True), metavar="MINUTES", default=60.0),
+    _own("--time-limit", "Minutes per run.", type=click.FloatRange(0, min_open=True), metavar="MINUTES", default=60.0),
     _own("--keep-weights", "Keep the weights of each run; they are deleted otherwise.", is_flag=True),
-    _own("--output-dir", "The comparison's folder; default runs/compare-<task>-<time>.", metavar="TEXT"),
+    _own("--output-dir", "The comparison's folder; default: runs/compare-<task>-<time>.", metavar="TEXT"),
     _own("--dry-run", "Print each setting and its command, and stop.", is_flag=True),
 )
 _CURVE = (
-    _own("--sizes", "Three or more numbers of rows; default: all rows, halved up to four times.", metavar="N,..."),
-    _own("--seeds", "Trainings with each number of rows.", type=click.IntRange(1, 100), default=2),
+    _own("--sizes", "Three or more numbers of rows; default: all, a half, a quarter, and so on.", metavar="N,..."),
+    _own("--seeds", "Number of trainings for each number of rows.", type=click.IntRange(1, 100), default=2),
 )
 COMPARISON = {"Comparison": (*_LAUNCHES, *_ROUNDS, *_RUNS)}
 LEARNING_CURVE = {"Learning curve": (*_CURVE, *_LAUNCHES, *_RUNS)}

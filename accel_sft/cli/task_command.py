@@ -27,7 +27,7 @@ from accel_sft.rows.sources import absent_rows
 _HELP_ALL = f"{__name__}.help_all"
 """A key that is in a context's `meta` if `--help-all` was given."""
 _SHORT_HEADINGS = {ADAPTER: MODEL, DATA: "Training", OPTIM: "Training", EVAL: "Training"}
-"""Headings of the sections that `--help` merges, as it lists few of their options. `--help-all` merges none."""
+"""The sections that `--help` lists under another heading, with few of their options; `--help-all` moves none."""
 
 
 def _show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -37,7 +37,7 @@ def _show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
-_YAML = "These options in YAML; the command line wins."
+_YAML = "YAML file with these options; flags override it."
 _CONFIG = click.Option(["--config", "config_file"], type=click.Path(), metavar="FILE", help=_YAML)
 _EAGER: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_all}
 _ALL = click.Option(["--help-all"], help="Show every option and exit.", **_EAGER)
@@ -46,7 +46,7 @@ _ALL = click.Option(["--help-all"], help="Show every option and exit.", **_EAGER
 class TaskCommand(click.Command):
     """A command with a task's options and the trainer's, grouped by section in its help.
 
-    `--help` lists the options in `listed`, `--help-all` all. `task_class` is None during shell completion.
+    `--help` lists the options in `listed`, `--help-all` lists all. `task_class` may be None during shell completion.
     """
 
     name: str
@@ -76,8 +76,8 @@ class TaskCommand(click.Command):
         super().__init__(name, params=params, help=help, context_settings=completing)
 
     def _words_of_a_run(self, ctx: click.Context) -> Callable[[Sequence[str]], Any]:
-        """Return a function that parses the words of a run. Its result: the names of the options among the words,
-        and a function that reads the trainer's settings and the task from them."""
+        """Return a function that parses the words of a run's command line. It returns the names of the options among
+        the words, and a function that makes the trainer's settings and the task from the words."""
         trains = TaskCommand(self.name, self.task_class, "")
 
         def parse(words: Sequence[str]) -> tuple[set[str], Callable[[], tuple[TrainConfig, Task]]]:
@@ -123,9 +123,9 @@ class TaskCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption:
             names = dict.fromkeys(word.partition("=")[0].replace("_", "-") for word in words)
-            if theirs := [name for name in names if name in OTHER_NAMES and name not in flags]:
-                what = f"is no option of {ctx.command_path}"
-                raise UserError(*(f"{name} {what}: {OTHER_NAMES[name]}" for name in theirs)) from None
+            if foreign := [name for name in names if name in OTHER_NAMES and name not in flags]:
+                problem = f"is not an option of {ctx.command_path}"
+                raise UserError(*(f"{name} {problem}: {OTHER_NAMES[name]}" for name in foreign)) from None
             raise
         except click.UsageError as error:
             if "unexpected extra argument" not in error.message:
@@ -144,14 +144,14 @@ class TaskCommand(click.Command):
         config, task = self.read(ctx)
         unused = [s.flag for s in self.offers[type(config)] if s.name in OF_ADAPTERS and _is_typed(ctx, s.name)]
         if unused and config.adapter == "none":
-            why = "--adapter none trains all weights; add --adapter lora, or leave it out"
-            raise UserError(*(f"{flag}: {why}" for flag in unused))
+            advice = "add --adapter lora, or leave this option out"
+            raise UserError(*(f"{flag} has no effect without an adapter; {advice}" for flag in unused))
         ending.debug = config.debug
         prepare_environment(config.debug)
         self.tool.run(self.name, task, config)
 
     def read(self, ctx: click.Context) -> tuple[TrainConfig, Task]:
-        """Return the trainer's settings and the task. If the tool reads no data, required files get dummy names."""
+        """Return the trainer's settings and the task. If the tool reads no data, missing files get dummy names."""
         given = {name: value for name, value in ctx.params.items() if _is_typed(ctx, name)}
         try:
             return self._read(given)
@@ -163,7 +163,7 @@ class TaskCommand(click.Command):
         return self._read(given | {name: name.upper() for name in needed})
 
     def _read(self, given: dict[str, Any]) -> tuple[TrainConfig, Task]:
-        """Return trainer's settings and task: the command line overrides the YAML file, which overrides the defaults.
+        """Return the settings and the task: the YAML file overrides the defaults, and the command line overrides both.
 
         A UserError has all problems: of the file, of single values, and of values that conflict.
         """
@@ -177,7 +177,7 @@ class TaskCommand(click.Command):
                 raise UserError(*error.problems, *problems) from None
             named = task_in(path)
             if named and not same_task(named, self.name):
-                of_file.append(f"--config {path}: task: {named}, but the command line says {self.name}; leave one out")
+                of_file.append(f"--config {path}: the file names the task {named}, not {self.name}; leave one out")
             problems = [*of_file, *problems]
         built: list[Any] = []
         for cls, offered in self.offers.items():
@@ -189,7 +189,7 @@ class TaskCommand(click.Command):
             usable = {s.name: values[s.name] for s in offered if s.name in values and s.name not in wrong}
             missing = [s for s in offered if s.required and s.name not in usable]
             problems += [f"{s.flag}: a value is needed" for s in missing if s.name not in wrong]
-            try:  # without the wrong values, so that conflicts between the other settings are reported too
+            try:  # without the invalid values, so that conflicts between the other settings are reported too
                 built += [] if missing else [self._built(cls, usable, of_run)]
             except UserError as error:
                 flags = set(wrong.values())
@@ -216,8 +216,8 @@ class TaskCommand(click.Command):
             unfit = {s.name: s.flag for s in self.task_settings if s.name in of_run and s.flag in blamed}
             if not unfit or values.keys() <= of_run.keys():
                 raise
-            line = f"note: of the run's record, left out in conflict with these options: {', '.join(unfit.values())}"
-            print(line, file=sys.stderr)
+            flags = ", ".join(unfit.values())
+            print(f"note: options of the run's record that conflict with yours are left out: {flags}", file=sys.stderr)
         return registry.build(self.name, cls, {name: value for name, value in values.items() if name not in unfit})
 
 
@@ -226,7 +226,7 @@ def _is_typed(ctx: click.Context, name: str) -> bool:
 
 
 def _refuse_clashes(task: str, params: Iterable[click.Parameter]) -> None:
-    """Refuse a tool if one of its own options is also the task's; `api/task.py` checks the options of training."""
+    """Refuse a tool if an option of its own is also the task's; `api/task.py` checks the options of training."""
     flags = collections.Counter(flag for option in params for flag in (*option.opts, *option.secondary_opts))
     if clash := " and ".join(flag for flag, times in flags.items() if times > 1):
-        raise UserError(f"task {task}: option {clash} is this command's own and the task's too; rename it in the task")
+        raise UserError(f"task {task}: this command already has an option {clash}; rename it in the task")

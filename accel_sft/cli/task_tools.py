@@ -1,4 +1,4 @@
-"""A table of the commands that take a task, with each command's options, those in its help, and what it runs."""
+"""A table of the commands that take a task: their options, which of these `--help` lists, and the function to run."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class TaskTool:
     """A command that every task has.
 
     Attributes:
-        run: called with the task's name, the task and the settings. If the tool `compares`: with the name, the task's
-            class, the settings that may have several values, the command's parameters, and a function that parses the
-            words of one run.
+        run: called with the task's name, the task and the settings. If the tool `compares`, it is called with the name,
+            the task's class, the settings that may have several values, the command's parameters, and a function that
+            parses the words of one run.
         takes: names of the settings that the command takes; None: all.
         lists: names of the settings that `--help` lists; None: the basic ones.
-        missing_rows: how missing data files are handled. "refused": when the command line is read; "reported": by the
-            tool; "unread": the tool reads no data, and required options that name files may be left out.
+        missing_rows: what happens if data files are missing. "refused": reading the command line fails; "reported": the
+            tool reports them; "unread": the tool reads no data, and required options that name files may be left out.
     """
 
     run: Callable[..., None]
@@ -61,7 +61,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _runs(module: str, function: str = "run") -> Callable[..., None]:
-    """Return a function that imports the module, which may take seconds, and calls its function."""
+    """Return a function that imports `module`, which may take seconds, and calls its `function`."""
 
     def run(*given: Any) -> None:
         from accel_sft.launch.environment import importing
@@ -83,20 +83,20 @@ def _settings_of_the_run(
     same_data = click.get_current_context().params["same_data"]
     if given.get("url"):  # --model is then a server's name for a model, not a run
         if same_data:
-            raise UserError("--same-data: a server records no data; with --url name the data by its options")
+            raise UserError("--same-data: a server records no data; with --url, name the data by the task's options")
         return {}
     record = RunDir.record_around(model)
     if record and record["task"] != recorded_name(name):
         record = None
     if same_data and not (record and record["task_options"] and not record.get("in_card")):
-        raise UserError(f"--same-data: --model {model} is not a run of {name}; name the data by its options")
+        raise UserError(f"--same-data: --model {model} is not a run of {name}; name the data by the task's options")
     return recorded_options(record, task_settings, given, f"--model {model}", same_data=same_data) if record else {}
 
 
 _MOST_USED = _names("model init_from adapter max_length global_batch_size epochs max_steps")
 _SAME_DATA = "Evaluate on the files that the run of --model recorded."
 _RUN_WORDS = click.Argument(["run_words"], nargs=-1, metavar="[-- OPTIONS]", type=click.UNPROCESSED)
-_AS_TRAINING = "Training's options are accepted: put this word before the task of any training command."
+_AS_TRAINING = "It takes all options of training: put the command's name before the task in any training command."
 TRAIN = TaskTool(summary="Train, evaluate and save a model for this task.", run=_runs("accel_sft.commands.train"))
 TOOLS = {
     "evaluate": TaskTool(
@@ -112,10 +112,10 @@ TOOLS = {
         from_run=_settings_of_the_run,
     ),
     "compare": TaskTool(
-        summary="Measure launch files and settings against each other: time, memory, loss, by real launches.",
-        does="Every option of the trainer and the task may have several values: --micro-batch-size 1,32, or the option "
-        "repeated. Repeat options whose values may have commas: --lora-target-modules, --tracker, --mix, --train-only, "
-        "and the task's text options. Every run gets the options after -- unchanged.",
+        summary="Compare launch files and settings by real launches: time, memory and loss.",
+        does="Every option of the trainer and the task may have several values: write --micro-batch-size 1,32, or "
+        "repeat the option. If values may have commas, only repeat it: --lora-target-modules, --tracker, --mix, "
+        "--train-only, and the task's text options. Every run gets the options after -- unchanged.",
         run=_runs("accel_sft.tools.compare.command"),
         takes=_TRAINING - _names("output_dir resume dry_run debug"),
         lists=frozenset(),
@@ -125,8 +125,8 @@ TOOLS = {
     ),
     "how-much": TaskTool(
         summary="Train on growing parts of a task's rows, and forecast what more rows would bring.",
-        does="It compares values of --train-limit and --seed: the folder, an interrupt and the options after -- work "
-        "as in `compare`. Each part of a file's rows is a random sample, and is within every larger part.",
+        does="It compares values of --train-limit and --seed. The folder, interrupts and the options after -- work as "
+        "in `compare`. Each part of a file's rows is a random sample, and every larger part contains it.",
         run=_runs("accel_sft.tools.how_much.command"),
         takes=_TRAINING - _names("output_dir resume dry_run debug train_limit seed"),
         lists=_MOST_USED,
@@ -136,7 +136,7 @@ TOOLS = {
     ),
     "plan": TaskTool(
         summary="Predict memory and speed of training a task under each launch file.",
-        does=f"{_AS_TRAINING} No data is read. Exit status: 0 if any launch file fits, 1 if none does.",
+        does=f"{_AS_TRAINING} No data is read. Exit status: 0 if at least one launch file fits, else 1.",
         run=_runs("accel_sft.tools.plan.command"),
         config_class=PlanConfig,
         lists=_MOST_USED,

@@ -45,13 +45,13 @@ from accel_sft.training.prepare import Assembly
 
 
 def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
-    """Score `--model`, and `--base` if given, in any launch; or score the server at `--url`. Print the scores side by
-    side, and write `--output-dir`."""
+    """Score `--model`, and `--base` if given, on all ranks of a launch; or score the server at `--url`. Print the
+    scores side by side, and write `--output-dir`."""
     if config.url:
         return _served(task_name, task, config)
     launch, name = begin(), recorded_name(task_name)
     if config.model == "tiny" or (config.base == "tiny" and not Path("tiny").exists()):
-        raise UserError("--model and --base: the model tiny is made for each run; name a run's folder, or its base/")
+        raise UserError("--model and --base: the model tiny is made for each run; name a run's folder, or base/ in it")
     trained = Trained(config.model)
     config = dataclasses.replace(trained.settings(config), load_in_4bit=trained.in_4bit)
     sources = trained.sources(config.base, config.revision)
@@ -140,18 +140,19 @@ def _differences(trained: Trained, task_name: str, precision: str) -> list[str]:
     """Return notes on how this evaluation differs from the run's own."""
     if trained.record is None:
         return []
-    notes, of_run = [], trained.precision or precision
+    notes, run_precision = [], trained.precision or precision
     if trained.record["task"] != task_name:
-        notes.append(f"note: {trained.name} was trained for {trained.record['task']}, and is scored as {task_name}")
-    if of_run != precision:
-        notes.append(f"note: the run computed in another precision; to get its numbers, add --mixed_precision {of_run}")
+        notes.append(f"note: {trained.name} was trained for {trained.record['task']}, but is scored for {task_name}")
+    if run_precision != precision:
+        advice = f"for the same scores, add --mixed_precision {run_precision}"
+        notes.append(f"note: this launch's precision differs from the run's; {advice}")
     return notes
 
 
 def _remembered(trained: Trained, task_name: str, task: Task) -> list[str]:
     """Return a warning (in a list) if the run was trained on validation examples of this evaluation; else [].
 
-    The run's training rows are read again with its recorded options, if these options and `task` name the same files.
+    The run's training rows are read again with its recorded options; if these name other files than `task`, return [].
     """
     run = trained.record
     if run is None or run["task"] != task_name:
@@ -167,8 +168,8 @@ def _remembered(trained: Trained, task_name: str, task: Task) -> list[str]:
     if not (seen := sum(prompt in learnt for prompt in held_out)):
         return []
     flags = " and ".join(map(flag_of, changed))
-    learnt_too = f"{trained.name} was trained on {seen:,} of these {len(held_out):,} examples"
-    return [f"warning: {learnt_too}, so scores show what it remembers; leave {flags} out"]
+    overlap = f"{trained.name} was trained on {seen:,} of these {len(held_out):,} examples"
+    return [f"warning: {overlap}, so the scores show what it memorized; leave {flags} out"]
 
 
 def _claim(folder: Path) -> None:
@@ -177,7 +178,7 @@ def _claim(folder: Path) -> None:
             raise UserError(f"--output-dir {folder}: not empty; name another folder for this evaluation")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output-dir {folder}: cannot be used ({error.strerror})") from None
+        raise UserError(f"--output-dir {folder}: cannot be used ({error.strerror}); name another folder") from None
 
 
 def evaluate(

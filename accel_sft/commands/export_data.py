@@ -38,7 +38,7 @@ def run(task: Task, out: str) -> None:
 
 
 def chat_row(chat: Conversation) -> dict[str, Any]:
-    """A conversation, or raw text, as a row of a chat file; an assistant's turn without loss has `"weight": 0`."""
+    """Return a conversation or raw text as a row of a chat file; an assistant's turn without loss has `"weight": 0`."""
     if not chat.turns:
         return {"text": chat.target}
     if chat.continued:
@@ -60,6 +60,6 @@ def _write(task: Task, split: str, path: Path) -> int:
         for index in range(len(examples)):
             chat = conversation(task, examples, split, index)
             if chat.images:
-                raise UserError(f"{example_name(examples, split, index)}: has images, which are not exported")
+                raise UserError(f"{example_name(examples, split, index)}: has images, which export-data cannot write")
             file.write(json.dumps(chat_row(chat), ensure_ascii=False) + "\n")
     return len(examples)

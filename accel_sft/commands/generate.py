@@ -25,43 +25,43 @@ _FILE: dict[str, Any] = {"type": click.Path(), "metavar": "FILE"}  # a shell com
 @click.command()
 @click.argument("model", type=click.Path(), metavar="RUN_OR_MODEL")
 @click.argument("prompt", required=False)
-@click.option("--file", **_FILE, help="Prompts: a line of text each, or JSONL with `messages` or `prompt`.")
-@click.option("--image", **_FILE, multiple=True, help="Image to put before PROMPT, or at its <image>; repeatable.")
+@click.option("--file", **_FILE, help="File of prompts: one per line, or JSONL with `messages` or `prompt`.")
+@click.option("--image", **_FILE, multiple=True, help="Image before PROMPT, or in place of its <image>; repeatable.")
 @click.option("--output", **_FILE, help="A new file for the answers to --file, as JSONL.")
 @click.option("--interactive", is_flag=True, help="Talk to the model; answers appear as they are generated.")
 @click.option("--base", metavar="MODEL", help="Answer with this model too; auto: the run's initial model.")
-@click.option("--system", metavar="TEXT", help="System message, empty for none; default: the run's own.")
-@click.option("--chat-template", metavar="TEMPLATE", help="chatml, a Jinja file, or the model whose template to take.")
-@click.option("--thinking", metavar="off|template|keep", help="As in training; default: the run's own, else template.")
-@click.option("--control-tokens", metavar="text|tokens", help="As in training; default: the run's own, else text.")
-@click.option("--template-date", metavar="DAY", help="YYYY-MM-DD for chat templates; default: the run's, else today.")
-@click.option("--max-new-tokens", type=int, help=f"Tokens of an answer; default: the run's own, else {LONGEST_ANSWER}.")
+@click.option("--system", metavar="TEXT", help="System message (empty: none); default: the run's.")
+@click.option("--chat-template", metavar="TEMPLATE", help="chatml, a Jinja file, or a model whose template to use.")
+@click.option("--thinking", metavar="off|template|keep", help="As in training; default: the run's, else template.")
+@click.option("--control-tokens", metavar="text|tokens", help="As in training; default: the run's, else text.")
+@click.option("--template-date", metavar="DAY", help="Date for templates, YYYY-MM-DD; default: the run's, else today.")
+@click.option("--max-new-tokens", type=int, help=f"Maximum tokens per answer; default: the run's, or {LONGEST_ANSWER}.")
 @click.option(
     "--temperature",
     type=click.FloatRange(0, 100),
-    help="Sample instead of greedy decoding; 1 leaves the model's distribution unchanged.",
+    help="Sampling temperature (default: greedy decoding); 1 leaves the distribution unchanged.",
 )
 @click.option(
     "--top-p", type=click.FloatRange(0, 1), help="Sample from the likeliest tokens with this total probability."
 )
-@click.option("--top-k", type=click.IntRange(0, 2**31), help="Sample from this number of the likeliest tokens.")
+@click.option("--top-k", type=click.IntRange(0, 2**31), help="Sample from this many of the likeliest tokens.")
 @click.option("--repetition-penalty", type=click.FloatRange(0.01, 100), help="Above 1, repetitions become less likely.")
 @click.option("--seed", type=click.IntRange(0, 2**31), default=42, show_default=True, help="Seed for sampling.")
-@click.option("--eval-batch-size", type=int, help="Prompts of a file answered at once; default: by their length.")
+@click.option("--eval-batch-size", type=int, help="Prompts per batch; default: by their length.")
 @click.option(
     "--dtype", metavar="auto|float32|bfloat16|float16", help="Data type of the weights; default: the run's precision."
 )
 @click.option("--offload", metavar="host|disk", help="Where to keep weights that do not fit on the GPU.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
-@click.option("--debug", is_flag=True, help="Tracebacks, and the libraries' own messages.")
+@click.option("--debug", is_flag=True, help="Show tracebacks and the libraries' messages.")
 @click.pass_context
 def generate(ctx: click.Context, model: str, **options: Any) -> None:
-    """Answer a prompt, a file of prompts, or you at the terminal.
+    """Answer a prompt, a file of prompts, or what you type at the terminal.
 
     For example: accel-sft generate runs/math-20261120-101500 "365="
 
     RUN_OR_MODEL is a run's folder (its best/ weights, or else final/), exported weights, an adapter, or a hub id.
-    The model is asked as it was trained: with the run's own thinking, system message and maximum length of an answer.
+    By default, answers are generated with the run's thinking, system message and maximum length.
     A model that was trained on raw text continues the prompt.
     """
     problems = [*_problems(options), *absent_weights(model, "RUN_OR_MODEL")]
@@ -77,11 +77,11 @@ def _problems(options: dict[str, Any]) -> list[str]:
     if options["image"] and options["prompt"] is None:
         lines.append("--image needs a PROMPT")
     if options["prompt"] is not None and not options["prompt"].strip():
-        lines.append("PROMPT: empty; write a text to answer")
+        lines.append("PROMPT is empty; write a text to answer")
     if bool(options["file"]) != bool(options["output"]):
         lines.append("--file and --output go together: name a file of prompts and a new file for the answers")
     if options["output"] and Path(options["output"]).exists():
-        lines.append(f"--output {options['output']}: is there already; name a new file")
+        lines.append(f"--output {options['output']}: already exists; name a new file")
     for name in ("top_p", "top_k"):
         if options[name] is not None and not options["temperature"]:
             lines.append(f"{flag_of(name)} needs --temperature above 0, which switches sampling on")
@@ -107,7 +107,7 @@ def _run(trained: Trained, options: dict[str, Any]) -> None:
     refuse_offload(config.offload, ranks=1, quantized=False)
     most = config.max_new_tokens or LONGEST_ANSWER
     of_run = (trained.record or {}).get("system_prompt")
-    system = given.get("system", of_run if isinstance(of_run, str) else None)  # the record may be someone else's
+    system = given.get("system", of_run if isinstance(of_run, str) else None)  # the record may hold anything
     raw = trained.raw_text and config.chat_template is None
     if options["file"]:
         chats, names = read_prompts(options["file"], system)
@@ -115,7 +115,7 @@ def _run(trained: Trained, options: dict[str, Any]) -> None:
         chats, names = [prompt_with(options["prompt"] or "", options["image"], system)], ["PROMPT"]
     images = any(chat.images for chat in chats)
     if raw and (options["interactive"] or images or any(chat.tools or chat.turns[1:] for chat in chats)):
-        raise UserError(f"{trained.name}: trained on raw text; give a text to continue, or a --chat-template")
+        raise UserError(f"{trained.name} was trained on raw text; give a text to continue, or a --chat-template")
     talking, answers = {}, {}
     with terminal.quiet(None, config.debug, shown_on=2) as out:
 
@@ -151,7 +151,7 @@ def _run(trained: Trained, options: dict[str, Any]) -> None:
                 click.echo(f"[{side}]")
             click.echo(printable(answer.text))
             if not answer.ended:
-                click.echo(f"cut after {answer.tokens} tokens: --max-new-tokens {most}", err=True)
+                click.echo(f"the answer was cut after {answer.tokens} tokens; raise --max-new-tokens", err=True)
 
 
 def _write(output: str, chats: list[Any], answers: dict[str, list[Any]], most: int) -> None:

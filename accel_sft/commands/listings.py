@@ -12,7 +12,7 @@ from accel_sft.io.terminal import wrapped
 from accel_sft.launch.info import FOLDER, shipped
 
 NAME, VARIABLE = "accel-sft", "_ACCEL_SFT_COMPLETE"
-"""The program's name, and the environment variable by which the shell's script asks the program for completions."""
+"""The program's name, and the environment variable with which the shell's script asks the program for completions."""
 _INSTALLED = {
     "bash": "echo 'eval \"$(accel-sft completion bash)\"' >> ~/.bashrc",
     "zsh": "echo 'eval \"$(accel-sft completion zsh)\"' >> ~/.zshrc",
@@ -20,7 +20,7 @@ _INSTALLED = {
 }
 _BEFORE_SCRIPT = {"zsh": "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }"}
 """Lines that a shell must run before the script: a plain zsh has its completion system switched off."""
-_ONCE = "\b\nRun once; shells that start later complete words:\n" + "\n".join(f"  {c}" for c in _INSTALLED.values())
+_ONCE = "\b\nRun one of these once; later shells complete words:\n" + "\n".join(f"  {c}" for c in _INSTALLED.values())
 
 
 @click.command()
@@ -32,12 +32,12 @@ def tasks(as_json: bool) -> None:
         click.echo(json.dumps(listed, indent=2, ensure_ascii=False))
         return
     if not listed:
-        click.echo("No task is installed. `accel-sft new-task NAME` starts one of your own.")
+        click.echo("No task is installed. `accel-sft new-task NAME` creates one.")
     for task in listed:
         package, state = f"{task['distribution']} {task['version']}", "ok" if task["usable"] else "broken"
         click.echo(wrapped(f"{task['name']:<10}  {package:<26}  {state:<6}  {task['summary']}", 48))
     if broken := [line for task in listed for line in task["problems"]]:
-        click.echo("\nBroken, and why:")
+        click.echo("\nBroken tasks, and why:")
         click.echo("\n".join(wrapped(f"  {line}") for line in broken))
 
 
@@ -66,11 +66,11 @@ def _names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[
 @click.command("launch-file")
 @click.argument("name", required=False, shell_complete=_names)
 def launch_file(name: str | None) -> None:
-    """Print a launch file, or list them: accel-sft launch-file z2 > z2.yaml
+    """Print a launch file (accel-sft launch-file z2 > z2.yaml) or, without NAME, list all.
 
     Then: accelerate launch --config_file z2.yaml -m accel_sft TASK
 
-    To print the DeepSpeed JSON of a launch file, name it: z3_twin_flow.json. Keep both files in one folder.
+    To print the DeepSpeed JSON of a launch file, name the JSON: z3_twin_flow.json. Keep both files in one folder.
     """
     files = shipped()
     if name is None:

@@ -1,4 +1,4 @@
-"""`accel-sft merge`: adds an adapter to its base, and writes weights that need no adapter, for llama.cpp too."""
+"""`accel-sft merge`: merges an adapter into its base, and writes plain weights, or a GGUF file for llama.cpp."""
 
 import contextlib
 import os
@@ -29,21 +29,21 @@ _CONVERTER = "convert_hf_to_gguf.py"
 @click.command()
 @click.argument("run", type=click.Path(), metavar="RUN")
 @click.argument("out", type=click.Path(), metavar="[OUT]", required=False)
-@click.option("--dtype", type=MERGED, help="Type of the weights; default: that of the base's files.")
+@click.option("--dtype", type=MERGED, help="Data type of the weights; default: that of the base's files.")
 @click.option("--gguf", metavar="FILE", help="Write a GGUF file for llama.cpp too; OUT may then be left out.")
-@click.option("--gguf-type", type=_GGUF, metavar=f"[{'|'.join(_GGUF.choices)}]", default="auto", help="Of its weights.")
+@click.option("--gguf-type", type=_GGUF, metavar=f"[{'|'.join(_GGUF.choices)}]", default="auto", help="GGUF data type.")
 @click.option("--converter", metavar="PATH", help="llama.cpp's convert_hf_to_gguf.py; default: the one on PATH.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
-@click.option("--debug", is_flag=True, help="Tracebacks, and the libraries' own messages.")
+@click.option("--debug", is_flag=True, help="Show tracebacks and the libraries' messages.")
 @click.pass_context
 def merge(ctx: click.Context, run: str, out: str | None, **options: Any) -> None:
-    """Add an adapter to its base, and write the sum as plain weights.
+    """Merge an adapter into its base, and write plain weights.
 
     For example: accel-sft merge runs/math-20261120-101500 merged --gguf merged.gguf
 
-    RUN is a run's folder (its best/ adapter, or else final/) or an adapter's. The sum is made in float32 on the CPU,
-    checked against the base with the adapter unmerged, and rounded once. It is written into OUT, a new folder, whole or
-    not at all. With --gguf, RUN may also have full weights.
+    RUN is a run's folder (its best/ adapter, or else final/) or an adapter's folder. The weights are merged in float32
+    on the CPU, checked against the base with the unmerged adapter, and rounded once. OUT, a new folder, appears only
+    when it is complete. With --gguf, RUN may also have full weights.
     """
     begin_command(ctx, debug=options["debug"], problems=absent_weights(run, "RUN"))
     gguf = options["gguf"]
@@ -65,7 +65,7 @@ def merge(ctx: click.Context, run: str, out: str | None, **options: Any) -> None
             with terminal.waiting(f"{_CONVERTER} writes {gguf}"):
                 _write_gguf(weights, made_in, Path(gguf), options["gguf_type"], converter)
     if out:
-        click.echo(f"{out}: weights that plain transformers loads")
+        click.echo(f"{out}: merged weights, which transformers loads without peft")
     if gguf:
         click.echo(f"{gguf}: serve it with accel-sft serve {run} --with llama.cpp --gguf {gguf}")
 
@@ -84,7 +84,7 @@ def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code
     source = find_source(folder)
     if problems := other_base(source):
         raise UserError(*problems)
-    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code, templated=False)  # raw text: no template
+    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code, templated=False)  # may have no template
     dtype = "bf16" if dtype == "bfloat16" else dtype
     model, dtype = merge(source, tokenizer, dtype, trust_remote_code=trust_remote_code)
     model.save_pretrained(target)
@@ -97,7 +97,7 @@ def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code
     card = Path(folder) / "README.md"
     text = of_merged(card.read_text(encoding="utf-8")) if card.is_file() else None
     if text is None:
-        return [*lines, "note     README.md is not a model card of accel_sft; the merged weights get none"]
+        return [*lines, "note     README.md is not a model card of accel_sft; the merged weights get no card"]
     (target / "README.md").write_text(text, encoding="utf-8")
     return lines
 
@@ -116,9 +116,9 @@ def _find_converter(named: str | None) -> str:
 
 @contextlib.contextmanager
 def _beside(target: Path) -> Iterator[Path]:
-    """Make a temporary folder beside `target`, the GGUF file to write. UserError if it exists or cannot be written."""
+    """Make a temporary folder beside `target`, a GGUF file; UserError if `target` exists or cannot be written."""
     if target.exists():
-        raise UserError(f"--gguf {target}: is there already; name a new file")
+        raise UserError(f"--gguf {target}: already exists; name a new file")
     try:
         folder = tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.")
     except OSError as error:

@@ -30,7 +30,7 @@ py-modules = ["{module}"]
 """
 
 _MODULE = '''\
-"""A small task that works. Make it your own: change the rows, what `parse` accepts, the prompt, answer and score."""
+"""A small task that works. Make it your own: change the rows, what `parse` accepts, prompt, answer and score."""
 
 from dataclasses import dataclass
 
@@ -44,7 +44,7 @@ class {cls}(Task):
     main_metric = "accuracy"
 
     train_file: str | None = option(None, rows=True, help="Rows with question and answer; default: a sample.")
-    validation_file: str | None = option(None, rows=True, help="Rows to evaluate on; default: a tenth of the others.")
+    validation_file: str | None = option(None, rows=True, help="Validation rows; default: a tenth of --train-file.")
 
     def dataset(self, split):
         """The examples of "train" or "validation"; none may be in both."""
@@ -88,7 +88,7 @@ from accel_sft.testing import TaskConformance
 
 
 class Test{cls}(TaskConformance):
-    task = {cls}()  # give here the options without a default
+    task = {cls}()  # add values for options without a default
 
 
 def test_the_task_is_found_by_its_name():
@@ -99,19 +99,19 @@ def test_the_task_is_found_by_its_name():
 @click.command("new-task")
 @click.argument("name")
 @click.argument("directory", type=click.Path(), required=False)
-@click.option("--file", "one_file", is_flag=True, help="Write one file instead, NAME.py, which you need not install.")
+@click.option("--file", "one_file", is_flag=True, help="Write a single file, NAME.py, which needs no installation.")
 def new_task(name: str, directory: str | None, one_file: bool) -> None:
     """Start a task of your own: a plugin named NAME in DIRECTORY (default: accel-sft-NAME)."""
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name):
         raise UserError(f"NAME {name!r}: use lower-case letters, digits and hyphens, and begin with a letter")
     if name in (registry.RESERVED | registry.SHIPPED.keys() | registry.names().keys()):
-        raise UserError(f"NAME {name!r}: a tool or an installed task has this name; choose another")
+        raise UserError(f"NAME {name!r}: a tool or an installed task has this name; choose another name")
     identifier, cls = re.sub("-+", "_", name), f"{name.title().replace('-', '')}Task"
     values = {"name": name, "module": f"accel_sft_{identifier}", "cls": cls, "version": accel_sft.__version__}
     if one_file:
         target = Path(directory or ".") / f"{identifier}.py"
         if not target.exists() and importlib.util.find_spec(identifier):
-            raise UserError(f"NAME {identifier}: a module of Python or of a library has this name; choose another")
+            raise UserError(f"NAME {identifier}: a module of Python or a library has this name; choose another name")
         templates = {target: _MODULE}
     else:
         target = Path(directory or f"accel-sft-{name}")
@@ -119,7 +119,7 @@ def new_task(name: str, directory: str | None, one_file: bool) -> None:
         templates[target / f"tests/test_{identifier}.py"] = _TEST
     try:
         if target.exists() and (one_file or any(target.iterdir())):
-            raise UserError(f"{target}: is there already; name another DIRECTORY")
+            raise UserError(f"{target}: already exists; name another DIRECTORY")
         for path, template in templates.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(template.format(**values), encoding="utf-8")

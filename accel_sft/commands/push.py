@@ -23,15 +23,15 @@ from accel_sft.io.text import one_line, printable
 @click.argument("run", type=click.Path(), metavar="RUN")
 @click.argument("repo", metavar="REPO")
 @click.option(
-    "--what", type=click.Choice(["best", "final", "merged"]), help="Default: best/, or final/ if there is no best/."
+    "--what", type=click.Choice(["best", "final", "merged"]), help="Weights to upload; default: best, or else final."
 )
-@click.option("--private", is_flag=True, help="Make a new repository private; refuse a public one.")
+@click.option("--private", is_flag=True, help="Create a private repository; refuse an existing public one.")
 @click.option("--base-model", metavar="HUB_ID", help="Hub id of an adapter's base, if the base is a local folder.")
-@click.option("--also", metavar="PATTERN", multiple=True, help="More files of the run's folder: report.md, samples/*.")
+@click.option("--also", metavar="PATTERN", multiple=True, help="More files of the run's folder (report.md, samples/*).")
 @click.option("--dtype", type=MERGED, help="Data type of merged weights; default: the base's.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model, to merge it.")
 @click.option("--dry-run", is_flag=True, help="List the files without contacting the hub.")
-@click.option("--debug", is_flag=True, help="Tracebacks, and the libraries' own messages.")
+@click.option("--debug", is_flag=True, help="Show tracebacks and the libraries' messages.")
 @click.pass_context
 def push(ctx: click.Context, run: str, repo: str, **options: Any) -> None:
     """Upload a run's weights, tokenizer and model card to a hub.
@@ -50,7 +50,7 @@ def push(ctx: click.Context, run: str, repo: str, **options: Any) -> None:
     if not options["dry_run"]:
         _check_name(repo, "REPO")
         if not get_token():
-            raise UserError("no token for the hub: set HF_TOKEN, or run `hf auth login`; it needs the right to write")
+            raise UserError("no token for the hub: set HF_TOKEN, or run `hf auth login`, with a token that may write")
     with terminal.quiet(None, options["debug"]) as out, tempfile.TemporaryDirectory() as temporary:
         for line in RunDir.choice_in(run) if options["what"] not in ("best", "final") else ():
             print(terminal.wrapped(printable(line)), file=out)
@@ -67,7 +67,7 @@ def push(ctx: click.Context, run: str, repo: str, **options: Any) -> None:
         for name, path in sorted(files.items()):
             print(printable(f"{path.stat().st_size / 1e6:10,.2f} MB  {name}"), file=out)
         if left:
-            print(terminal.wrapped(printable(f"not uploaded: {', '.join(left)} (--also names files)")), file=out)
+            print(terminal.wrapped(printable(f"not uploaded: {', '.join(left)}; --also adds files")), file=out)
         if "README.md" in files:
             print("README.md shows a prompt of the validation data; check that you may publish it", file=out)
         if options["dry_run"]:
@@ -78,7 +78,7 @@ def push(ctx: click.Context, run: str, repo: str, **options: Any) -> None:
 
 
 def _folder(run: str, what: str | None) -> Path:
-    """The folder of the weights: the run's `what` (best or final), or the weights that `run` usually stands for."""
+    """Return the folder with the run's weights: the one that `what` names (best or final), otherwise the default."""
     chosen = Path(run, what) if what in ("best", "final") else RunDir.weights_in(run)
     folder = expanded(str(chosen), "RUN")
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
@@ -93,7 +93,7 @@ def _on_its_hub_id(source: Path, folder: Path, base_model: str | None) -> dict[s
     content = read_json(source / "adapter_config.json")
     base = base_model or hub_id(str(content.get("base_model_name_or_path")))
     if base is None:
-        raise UserError(f"{source}: its base is a local folder; name the base's hub id: --base-model ORG/NAME")
+        raise UserError(f"{source}: its base model is a local folder; name the base's hub id: --base-model ORG/NAME")
     _check_name(base, "--base-model")
     files = {"adapter_config.json": folder / "adapter_config.json"}
     content |= {"base_model_name_or_path": base, **({"revision": None} if base_model else {})}
@@ -125,14 +125,14 @@ def _also(run: Path, patterns: Sequence[str]) -> dict[str, Path]:
     return files
 
 
-def _check_name(name: str, what: str) -> None:
+def _check_name(name: str, argument: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise UserError(f"{what} {name}: not a repository's name ({one_line(str(error), 100)})") from None
+        raise UserError(f"{argument} {name}: not a repository's name ({one_line(str(error), 100)})") from None
 
 
 def _upload(files: Mapping[str, Path], repo: str, private: bool, message: str) -> str:
@@ -148,9 +148,9 @@ def _upload(files: Mapping[str, Path], repo: str, private: bool, message: str) -
         operations = [CommitOperationAdd(name, path) for name, path in files.items()]
         api.create_commit(repo, operations, commit_message=message)
     except HfHubHTTPError as error:
-        refused = f"answers {error.response.status_code}: {one_line(error.server_message or str(error), 200)}"
-        raise UserError(f"the hub {api.endpoint} {refused}; check that the token may write to {repo}") from error
-    except (HTTPError, OSError, ValueError, KeyError) as error:  # the last two: from a server that is no hub
+        answer = f"{error.response.status_code}: {one_line(error.server_message or str(error), 200)}"
+        raise UserError(f"the hub {api.endpoint} answers {answer}; check that the token may write to {repo}") from error
+    except (HTTPError, OSError, ValueError, KeyError) as error:  # the last two: the server is not a hub
         cause = one_line(str(error) or type(error).__name__, 200)
-        raise UserError(f"the hub {api.endpoint} cannot be reached ({cause}); see HF_ENDPOINT") from error
+        raise UserError(f"the hub {api.endpoint} cannot be reached ({cause}); check network and HF_ENDPOINT") from error
     return str(url)

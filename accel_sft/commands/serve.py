@@ -15,7 +15,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.commands.trained import Trained
 from accel_sft.io.files import read_json
 
-_MERGE = "merge it first (accel-sft merge), and serve the merged folder"
+_MERGE = "merge the adapter first (accel-sft merge), and serve the merged folder"
 _NOT_IN_VLLM = "use_dora", "modules_to_save", "trainable_token_indices", "target_parameters"
 """Adapter features that vLLM cannot serve, by their keys in adapter_config.json."""
 _LORA_RANKS = 8, 16, 32, 64, 128, 256, 320, 512
@@ -31,8 +31,8 @@ _NEEDS = {
 @click.argument("run", type=click.Path(), metavar="RUN")
 @click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS]")
 @click.option("--with", "program_kind", type=click.Choice([*_NEEDS]), default="vllm", show_default=True, help="Server.")
-@click.option("--program", metavar="PATH", help="The server's program; default: the one on PATH.")
-@click.option("--gguf", metavar="FILE", help="The file for llama.cpp to serve; `accel-sft merge --gguf` writes it.")
+@click.option("--program", metavar="PATH", help="The server's program; default: the program on PATH.")
+@click.option("--gguf", metavar="FILE", help="File for llama.cpp to serve, written by `accel-sft merge --gguf`.")
 @click.option("--name", metavar="NAME", help="The model's name for clients; default: the run's folder.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; 0.0.0.0: all.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port to listen at.")
@@ -55,17 +55,17 @@ def serve(run: str, more: tuple[str, ...], **options: Any) -> None:
     if kind == "llama.cpp" and not options["gguf"]:
         raise UserError("--with llama.cpp needs --gguf FILE, which `accel-sft merge RUN --gguf FILE` writes")
     if kind != "llama.cpp" and options["gguf"]:
-        raise UserError(f"--gguf: {kind} serves no such file; add --with llama.cpp")
+        raise UserError(f"--gguf: {kind} cannot serve this format; add --with llama.cpp")
     words = _words(kind, folder, name, trained, options["gguf"])
     words = [program or words[0], *words[1:], "--host", options["host"], "--port", str(options["port"]), *more]
     click.echo(shlex.join(words))
     if trained.raw_text:
-        click.echo("trained on raw text: use /v1/completions, which applies no chat template", err=True)
+        click.echo("The model was trained on raw text: use /v1/completions, which applies no chat template.", err=True)
     if options["only_print"]:
         return
     path = shutil.which(words[0])
     if not path or (kind == "transformers" and not program and not importlib.util.find_spec("fastapi")):
-        raise UserError(f"--with {kind}: {words[0]} cannot be run here; {_NEEDS[kind]}, or add --print")
+        raise UserError(f"--with {kind}: {words[0]} cannot be run here; {_NEEDS[kind]}, or only --print the command")
     sys.stdout.flush()
     try:
         os.execv(path, words)
@@ -83,7 +83,7 @@ def _words(kind: str, folder: str, name: str, trained: Trained, gguf: str | None
         return ["llama-server", "-m", str(gguf), "--alias", name, "--jinja", *thinking]
     if kind == "transformers":
         if Path(folder, "adapter_config.json").is_file():
-            raise UserError(f"--with transformers: it serves no adapter, and {folder} is one; {_MERGE}")
+            raise UserError(f"--with transformers cannot serve an adapter, such as {folder}; {_MERGE}")
         return ["transformers", "serve", folder, "--dtype", dtype, *(["--reasoning", "off"] if off else [])]
     thinking = ["--default-chat-template-kwargs", no_thinking] if off else []
     return [*_vllm(folder, name), "--dtype", dtype, "--generation-config", "vllm", *thinking]

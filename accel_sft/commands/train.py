@@ -100,7 +100,7 @@ def _warnings(accelerator: Accelerator, task_name: str, prepared: Prepared) -> l
 
 @contextlib.contextmanager
 def _ending(accelerator: Accelerator, run_dir: RunDir, fresh: bool, signals: StopSignals) -> Iterator[None]:
-    """Inside, an exception is explained and written to result.json before it is raised again.
+    """In this context, an exception is explained and written to result.json before it is raised again.
 
     If a UserError comes before the first evaluation, a `fresh` folder (new or empty before the run) is deleted instead:
     otherwise TensorBoard and `report` would list a run without values.
@@ -108,7 +108,7 @@ def _ending(accelerator: Accelerator, run_dir: RunDir, fresh: bool, signals: Sto
     try:
         yield
     except BaseException as raised:
-        signals.failing()  # if the launcher is gone, ranks lose each other: their errors are not the cause
+        signals.failing()  # ends a rank whose launcher is gone: errors of lost connections are not the cause
         error = _explained(run_dir, signals, raised)
         if fresh and isinstance(raised, UserError) and not signals.deferred:
             if accelerator.is_main_process:
@@ -135,13 +135,13 @@ def _explained(run_dir: RunDir, signals: StopSignals, error: BaseException) -> B
     if out_of_memory(error):
         advice = "lower --micro-batch-size or --eval-batch-size, or add --gradient-checkpointing"
         return UserError(f"out of device memory ({one_line(first_line(error), 46)}); {advice}")
-    if trouble := trouble_of_compiling(error):
-        return UserError(trouble)
-    if trouble := trouble_of_writing(error, run_dir.path):
-        return UserError(f"{run_dir}: {trouble}, then go on with --resume auto")
+    if problem := trouble_of_compiling(error):
+        return UserError(problem)
+    if problem_and_fix := trouble_of_writing(error, run_dir.path):
+        return UserError(f"{run_dir}: {problem_and_fix}, then go on with --resume auto")
     if "Expected to have finished reduction" in str(error):  # by DDP, which waits for every gradient
-        waits = "a trained weight gets no gradient, but data parallel training waits for one"
-        return UserError(f"{waits}; leave it out by --train-only (a launch with accelerate_configs/z2.yaml names it)")
+        problem = "a trained weight gets no gradient, but DDP waits for one"
+        return UserError(f"{problem}; leave the weight out with --train-only (a launch with z2.yaml names it)")
     if lost := signals.lost_peers(EXPLAIN_SECONDS):  # a broken collective's error does not name the lost ranks
         return UserError(lost)
     return error

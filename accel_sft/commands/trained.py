@@ -1,4 +1,4 @@
-"""The common first steps of commands that take a trained model: one process, the named model, its run's settings."""
+"""The first steps of commands that take a trained model: require one process, find the weights, take the settings."""
 
 import dataclasses
 import os
@@ -31,7 +31,7 @@ def begin_command(ctx: click.Context, *, debug: bool, problems: Sequence[str] = 
 
 
 def one_process(command: str) -> list[str]:
-    """Return a line that refuses a launch of several ranks, which would all do the same work; [] for one process."""
+    """Return a line that refuses several ranks, which would all do the same work; [] for one process."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return []
     return [f"{command} runs in one process: start it as `accel-sft {command}`, without accelerate launch"]
@@ -39,7 +39,7 @@ def one_process(command: str) -> list[str]:
 
 class Trained:
     """A trained model as the command line names it: a run (its best/ weights, or else its final/), saved weights, an
-    adapter or a hub id. `record` is the run.json of the run that wrote the weights; None if no run did."""
+    adapter or a hub id. `record` is the run.json of the run that wrote the weights, or None."""
 
     def __init__(self, name: str) -> None:
         self.name, self.weights = name, RunDir.weights_in(name)
@@ -65,7 +65,7 @@ class Trained:
             taken = {name: value for name, value in of_run.items() if value is not None and name not in given}
             config = dataclasses.replace(config, **taken)
             if problems := config.problems():
-                raise UserError(*(f"{line}; the run.json of {self.name} says so" for line in problems))
+                raise UserError(*(f"{problem}; the value is from the run.json of {self.name}" for problem in problems))
         config = config.resolved({})
         return dataclasses.replace(config, template_date=config.template_date or time.strftime("%Y-%m-%d"))
 

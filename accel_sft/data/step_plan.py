@@ -16,14 +16,14 @@ class StepPlan:
     """A pure function of (data, shares of its sources, seed, global batch size): the rows of every optimizer step.
 
     The rows form an endless stream, in which the sources take turns by their shares (`taking_turns`). Each pass over a
-    source has its own permutation. Step k takes the next `global_batch_size` rows, even across an epoch's end. An epoch
-    is one pass over the source that lasts longest, and has each of this source's rows once; the last step ends with the
-    last epoch. There is no state: a resumed run asks for the next step.
+    source permutes its rows anew. Step k takes the next `global_batch_size` rows, even across an epoch's end. An epoch
+    is one pass over all rows of the source that lasts longest; the last step ends at the end of the last epoch, so it
+    may have fewer rows. There is no state: a resumed run asks for the next step.
 
     Args:
         lengths, supervised: number of tokens, and of supervised tokens, of each row; shape (rows,).
         max_steps: optimizer steps, or None to derive them from `epochs`.
-        sources: the indices of each source's rows, by its name; by default one source has all rows.
+        sources: the indices of each source's rows, by the source's name; by default one source has all rows.
         shares: each source's share of the rows, as whole numbers without a common divisor.
     """
 
@@ -45,7 +45,7 @@ class StepPlan:
         self._rows = [*self.sources.values()]
         self._turns = taking_turns(shares)
         self._places = [np.flatnonzero(self._turns == source) for source in range(len(shares))]
-        self._earlier = np.empty_like(self._turns)  # turns of the same source before each turn of a round
+        self._earlier = np.empty_like(self._turns)  # for each turn of a round: how many its source had before
         for places in self._places:
             self._earlier[places] = np.arange(len(places))
         self._longest = max(range(len(shares)), key=lambda source: len(self._rows[source]) / shares[source])
@@ -80,7 +80,7 @@ class StepPlan:
         rows = np.empty(len(turns), dtype=np.int64)
         for source, share in enumerate(self.shares):
             mine = np.flatnonzero(self._turns[turns] == source)
-            numbers = rounds[mine] * share + self._earlier[turns[mine]]  # rows that the source gave before
+            numbers = rounds[mine] * share + self._earlier[turns[mine]]  # how many rows the source gave before
             epochs, offsets = np.divmod(numbers, len(self._rows[source]))
             for epoch in np.unique(epochs):
                 now = epochs == epoch
@@ -112,7 +112,7 @@ class StepPlan:
         return sources_seen
 
     def mean(self, numbers: np.ndarray) -> float:
-        """Return the mean of `numbers` (one for each row) over the stream, in which each source has its share."""
+        """Return the mean of `numbers` (one for each row) over the stream: sources are weighted by their shares."""
         weighted = [float(numbers[rows].mean()) * share for rows, share in zip(self._rows, self.shares, strict=True)]
         return sum(weighted) / sum(self.shares)
 
@@ -134,9 +134,9 @@ def taking_turns(shares: Sequence[int]) -> np.ndarray:
     """Return the source of each turn in a round of sum(shares) turns; the stream repeats the round.
 
     After n turns, each of k sources has had its share of n, to within 1 - 1 / (2k - 2) turns: R. Tijdeman, The
-    chairman assignment problem, Discrete Mathematics 32 (1980). Of the sources that may take a turn without being too
-    early, the one with the earliest deadline takes it. (Giving the turn to the source furthest behind its share can be
-    off by more than 1.) All numbers are whole, so the result is exact.
+    chairman assignment problem, Discrete Mathematics 32 (1980). A turn goes to the source with the earliest deadline,
+    among those for which it is not too early. (If turns went to the source furthest behind its share, a source could
+    be off by more than one turn.) All numbers are whole, so the result is exact.
     """
     total, parts, unit = sum(shares), max(2 * len(shares) - 2, 1), math.lcm(*shares)
     had = [0] * len(shares)
@@ -159,16 +159,16 @@ def check_sources(examples: Sequence[Any], mix: str) -> dict[str, int]:
         raise UserError(f"--mix {mix}: this task's rows are not read from files of --train-file; leave --mix out")
     if len(names) != len(shares):
         raise UserError(
-            f"--mix {mix}: {len(shares)} shares, but --train-file names {len(names)} ({', '.join(names)}); give one "
-            "share for each"
+            f"--mix {mix}: {len(shares)} shares, but --train-file names {len(names)} ({', '.join(names)}); give as "
+            "many shares"
         )
     if len(set(names)) < len(names):
-        raise UserError(f"--mix {mix}: --train-file names {', '.join(names)}, one of them twice; add its shares up")
+        raise UserError(f"--mix {mix}: --train-file names {', '.join(names)}, one of them twice; name it once")
     return dict(zip(names, shares, strict=True))
 
 
 def rows_by_source(train: StoredEncoding, mix: str) -> tuple[dict[str, np.ndarray], tuple[int, ...]]:
-    """Return the indices of each source's rows of tokens by its name, and the shares."""
+    """Return the indices of each source's rows of tokens, by the source's name, and the shares."""
     examples: Any = train.examples
     shares = check_sources(examples, mix)
     indices = np.concatenate([columns.indices.copy() for columns in train.kept.columns()])
@@ -176,7 +176,7 @@ def rows_by_source(train: StoredEncoding, mix: str) -> tuple[dict[str, np.ndarra
     rows_of = {name: np.flatnonzero(numbers == number) for number, name in enumerate(shares)}
     if empty := [name for name, rows in rows_of.items() if not len(rows)]:
         raise UserError(
-            f"--mix {mix}: no row of {', '.join(empty)} is left to train on; fix its rows, or leave --mix out"
+            f"--mix {mix}: no row of {', '.join(empty)} is left to train on; fix these rows, or leave --mix out"
         )
     return rows_of, tuple(shares.values())
 

@@ -19,7 +19,7 @@ from accel_sft.io.heartbeat import heartbeat
 
 ROWS, IDS, EARLIER = FILES = "rows", "ids", "earlier"
 """The files of a store, in one folder. `rows` has a `_ROW` for each row, `ids` all token ids, and `earlier` the begin
-and end of each answer before a row's last answer. Each file has the numbers of all rows, row after row."""
+and end of every answer except the last one of each row. Each file has the values of one row after the other."""
 _ROW = np.dtype([*((name, "<i4") for name in ("index", "prompt", "tokens", "earlier", "images")), ("digest", "<i4", 4)])
 """A row's fields: the index of its example, the length of its prompt, how many tokens, `earlier` entries and images it
 has, and the digest of its images (zeros without images)."""
@@ -28,9 +28,9 @@ _CHUNK_TOKENS = 1 << 21
 
 
 class Columns(NamedTuple):
-    """The columns of consecutive rows from row `first` on, arrays of int32 and offsets of int64. `prompts` has each
-    row's prompt length, and `indices` its example's index. Row k here has the ids `ids[offsets[k] : offsets[k + 1]]`.
-    `earlier[earlier_offsets[k] : earlier_offsets[k + 1]]` has begin and end of its answers before the last one."""
+    """Consecutive rows, from row `first` on, as one array per column: int32, offsets int64. Row k of these has a prompt
+    of `prompts[k]` tokens, the example `indices[k]` and the ids `ids[offsets[k] : offsets[k + 1]]`. Its answers before
+    the last one begin and end at `earlier[earlier_offsets[k] : earlier_offsets[k + 1]]`."""
 
     first: int
     prompts: Any
@@ -90,7 +90,7 @@ class TokenStore(Sequence[Encoded]):
         return encoded
 
     def _release_pages(self) -> None:
-        """Unmap the pages that were read: one access may map two megabytes, and some hundred accesses the whole file.
+        """Unmap the pages that were read: one access may map two megabytes, some hundred accesses the whole file.
 
         The kernel keeps them in its page cache while there is room, so the next access costs only microseconds.
         """
@@ -99,8 +99,8 @@ class TokenStore(Sequence[Encoded]):
                 data.madvise(mmap.MADV_DONTNEED)
 
     def text_with(self, ids: Sequence[int]) -> int | None:
-        """Among the rows without images, find the first that has one of these token ids; return its example's index,
-        or None."""
+        """Among the rows without images, find the first that has one of these token ids. Return the index of its
+        example; None if no row has one."""
         for columns in self.columns():
             places = np.flatnonzero(np.isin(columns.ids, ids))
             rows = np.unique(np.searchsorted(columns.offsets, places, side="right") - 1)
@@ -147,8 +147,8 @@ class TokenStore(Sequence[Encoded]):
         return max((int(columns.ids.max()) for columns in self.columns()), default=0)
 
     def some(self, count: int = 4096) -> list[Encoded]:
-        """Return all rows, or about `count` of them: the first ones, others spread over all the data, the longest, and
-        the first with images."""
+        """Return all rows if there are at most `count`, otherwise about `count` of them: the first rows, rows spread
+        over all the data, the longest rows, and the first rows with images."""
         if len(self) <= count:
             return self[:]
         first, spread = range(count // 8), range(0, len(self), -(-len(self) // count))
@@ -169,13 +169,13 @@ class StoredEncoding(Encoding):
 
 
 def _mapped(path: Path) -> mmap.mmap | bytes:
-    """The file's bytes, mapped into memory. An empty file, which cannot be mapped, gives b""."""
+    """The file's bytes, mapped into memory; b"" for an empty file, which cannot be mapped."""
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if path.stat().st_size else b""
 
 
 def _offsets(counts: np.ndarray) -> np.ndarray:
-    """For consecutive parts with these numbers of elements: where each part begins, and where the last ends; int64."""
+    """Return where consecutive parts with these numbers of elements begin, and where the last one ends; int64."""
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
@@ -201,8 +201,8 @@ def _row(row: Encoded) -> tuple[Any, ...]:
 
 
 def merge(parts: Sequence[Path], folder: Path) -> str:
-    """Write all parts, in order, into one folder's files; return a SHA-256 of the rows: tokens, which of them are
-    supervised, and images. It does not depend on the division of the rows into parts."""
+    """Write all parts, in order, into the files of `folder`. Return a SHA-256 of the rows (tokens, which of them are
+    supervised, and images), which does not depend on how the rows are divided into parts."""
     for name in FILES:
         with (folder / name).open("wb") as merged:
             for part in parts:

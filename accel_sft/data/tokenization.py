@@ -38,14 +38,14 @@ _KEPT_BESIDE_TOKENS = "left_out", "cut", "raw", "windowed", "control_tokens"
 _COMPARED = 32
 """Maximum number of examples that each start or resume tokenizes again, to compare the tokens with the cached ones."""
 _ANNOUNCED = 50_000
-"""From this number of examples on, a line announces that they are being tokenized."""
+"""Minimum number of examples for a line that announces that they are being tokenized."""
 
 
 class SplitEncoder:
     """Encodes a task's splits as `encode_parts` does, on all ranks of a machine together, and once for all runs.
 
-    The tokens are in a TokenStore, so memory does not grow with the data. Both the constructor and a call are
-    collectives. `processor` is called when an example has images; it returns the model's processor or raises UserError.
+    The tokens are in a TokenStore, so memory does not grow with the data. All ranks must construct and call an encoder
+    together. `processor` is called when an example has images; it returns the model's processor or raises UserError.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class SplitEncoder:
 
     def __call__(self, examples: Sequence[Any], split: str) -> StoredEncoding:
         """Return a split's tokens from the cache, or make them now and cache them. Every rank raises the error of the
-        first bad example. Examples may not differ between ranks, nor between two calls of the task's methods."""
+        first bad example. Ranks must have equal examples, and the task's methods must return the same each time."""
         team = self.team
         keys = team.all(lambda: self.key(examples, split))
         if len(set(keys)) > 1:  # `datasets` draws a random fingerprint if it cannot compute one
             keys = team.all(lambda: self.key(examples, split, read=True))
         if len(set(keys)) > 1:
             raise UserError(
-                "ranks got different examples from dataset() (a set's order, an unseeded random?), or run different "
-                "versions; make it a pure function, and install the same versions everywhere"
+                "ranks got different examples from dataset(), or run different versions; make dataset() pure (no order "
+                "of sets, no unseeded random), and install equal versions"
             )
         key = keys[0]
         entries = team.firsts(lambda: cache.find(KIND, key))
@@ -82,15 +82,15 @@ class SplitEncoder:
             if all(team.all(lambda: self._agrees(encoding, examples) and self._sees_the_same(encoding))):
                 encoding.notes.append(f"{split}: {encoding.kept.examples:,} examples, tokens from the cache")
                 return self._with_notes(encoding)
-            cache.log(f"{folder}: the task now makes other examples of its rows; these cached tokens are made again")
+            cache.log(f"{folder}: the task now makes other examples from its rows; they are tokenized again")
             team.firsts(lambda: cache.discard(KIND, key))
         if len(examples) >= _ANNOUNCED and team.is_main:
             print(f"{split}: tokenizing {len(examples):,} examples, once", file=terminal(), flush=True)
         encoding = self._made(examples, split, key)
         if not all(team.all(lambda: self._agrees(encoding, examples))):
             raise UserError(
-                f"{split}: the task's messages() and target() gave something else the second time; make them pure "
-                "functions of the example and the options"
+                f"{split}: the task's messages() and target() returned something else on a second call; make them pure "
+                "functions of example and options"
             )
         return self._with_notes(encoding)
 
@@ -113,8 +113,8 @@ class SplitEncoder:
         return encoding
 
     def key(self, examples: Sequence[Any], split: str, *, read: bool = False) -> str:
-        """The entry's name in the cache: if the fingerprints of the sequence and of the task's code are known, a hash
-        of these; otherwise, or with `read`, a hash of every message and target."""
+        """Return the name of the cache entry: a hash of the fingerprints of `examples` and of the task's code, if both
+        are known; otherwise, or with `read`, a hash of every message and target."""
         of_datasets = type(examples).__module__.partition(".")[0] == "datasets"
         fingerprint = getattr(examples, "_fingerprint" if of_datasets else "fingerprint", None)
         code = code_fingerprint(self.task) if fingerprint and isinstance(fingerprint, str) and not read else None
@@ -139,7 +139,7 @@ class SplitEncoder:
 
     def leniently(self, examples: Sequence[Any], split: str, folder: Path, on_refused: OnRefused) -> Encoding:
         """Encode a split for an audit, in one process and without the cache, and leave out examples that would stop
-        training. If any example remains, the result is a StoredEncoding in `folder`."""
+        training. The result is a StoredEncoding in `folder`; if no example remains, an Encoding."""
         refused = []
 
         def refuse(index: int, error: UserError) -> None:
@@ -175,7 +175,7 @@ class SplitEncoder:
                 source = ImageSource(self.images, self.task, examples, split)
                 store = TokenStore(folder, about["fingerprint"], source)
             except OSError as error:
-                raise UserError(f"{folder}: cannot be read any more ({error}); start again") from None
+                raise UserError(f"{folder}: can no longer be read ({error}); start again") from None
             beside = {name: about[name] for name in _KEPT_BESIDE_TOKENS}
             encodings.append(StoredEncoding(split, store, **beside, examples=examples))
 
@@ -183,7 +183,7 @@ class SplitEncoder:
         return encodings[0]
 
     def _made(self, examples: Sequence[Any], split: str, key: str) -> StoredEncoding:
-        """Tokenize into each machine's cache."""
+        """Tokenize a split into the cache of each machine, and return the encoding."""
         team = self.team
         with contextlib.ExitStack() as stack:
 
@@ -228,14 +228,14 @@ def _writes() -> Iterator[None]:
         yield
     except OSError as error:
         where = f"{cache.folder()} ({error.strerror or error}, on {socket.gethostname()})"
-        raise UserError(f"tokens cannot be written to {where}; give another folder by ACCEL_SFT_CACHE") from error
+        raise UserError(f"tokens cannot be written to {where}; set ACCEL_SFT_CACHE to another folder") from error
 
 
 def decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
-    """Return everything that decides tokens, except the examples, as JSON values."""
+    """Return everything that decides the tokens, except for the examples, as JSON values."""
     own = code_fingerprint(encode_parts)
     if own is None:  # without the fingerprint, tokens of an earlier version would be used
-        raise UserError("accel_sft's own files cannot all be read, or are not plain files; install it again")
+        raise UserError("some files of accel_sft cannot be read, or are not plain files; install accel_sft again")
     cls, template = type(tokenizer), json.dumps(tokenizer.chat_template)
     model_code = None
     if not cls.__module__.startswith("transformers."):  # the tokenizer's code came with the model

@@ -1,8 +1,8 @@
 """Hashes a task's code and options: cached tokens are used only while neither has changed.
 
 The hash covers all files of the packages that the code is in and, if these import libraries, the versions of all
-installed packages. If something else may decide what the code does, there is no fingerprint, and each start or resume
-reads all rows or messages again.
+installed packages. If the code may depend on anything else, there is no fingerprint, and each start or resume reads all
+rows or messages again.
 """
 
 import ast
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 _MAX_BYTES = 64 << 20
-"""Maximum size of a package's files in bytes: to read more at each start would take longer than the hash saves."""
+"""Maximum size of a package's files in bytes: reading more at each start would take longer than the hash saves."""
 _INSTALLED = {"site-packages", "dist-packages"}
 _OUTSIDE = """
     open FileIO system popen environ environb getenv exec eval importlib runpy pkgutil linecache subprocess socket
@@ -28,7 +28,7 @@ _OUTSIDE = """
     read_text read_bytes read_csv read_table read_json read_parquet load loadtxt genfromtxt fromfile memmap
     from_pretrained __import__ __builtins__ __file__ __loader__ __spec__ __path__
 """
-"""Names and modules with which a source may reach files, environment, network, or code that it does not import."""
+"""Names and modules that give code access to files, environment, network, or code that it does not import."""
 
 
 class _Unknown(Exception):
@@ -36,7 +36,7 @@ class _Unknown(Exception):
 
 
 def code_fingerprint(*values: Any) -> str | None:
-    """Return a SHA-256 of all that decides how `values` (tasks, functions, plain values) behave; None if it is unknown.
+    """Return a SHA-256 of all that decides how `values` (tasks, functions, plain values) behave; or None if unknown.
 
     The hash is the same in every process and on every machine with the same files and versions.
     """
@@ -51,7 +51,7 @@ def code_fingerprint(*values: Any) -> str | None:
 def task_record(task: type) -> dict[str, Any]:
     """For a run's record: SHA-256 of the files of a task's own packages, and versions of the libraries they import.
 
-    Unlike `code_fingerprint`, the hash is the same whatever else is installed. It is None if there is no fingerprint.
+    Unlike `code_fingerprint`, the hash does not depend on other packages. It is None if there is no fingerprint.
     """
     decides, libraries = _decides(task)
     return {"task_code": None if decides is None else _digest(decides), "task_libraries": libraries}
@@ -62,7 +62,7 @@ def _digest(decides: list[Any]) -> str:
 
 
 def _decides(*values: Any) -> tuple[list[Any] | None, dict[str, str]]:
-    """Description and files of what `values` are made of, None if unknown; and the libraries that the files import."""
+    """Return what decides how `values` behave (None if unknown), and the libraries that their files import."""
     own = {"accel_sft"}
     imported: set[str] = set()
     try:
@@ -111,7 +111,7 @@ def _places(top: str) -> list[Path]:
 
 
 def _files(top: str, imported: set[str]) -> str:
-    """Return a SHA-256 of all files of a package, data too, and add the top-level modules it imports to `imported`."""
+    """Return a SHA-256 of all files of a package (data too), and add its imported top-level modules to `imported`."""
     digest, total = hashlib.sha256(), 0
     pattern = "*.py" if top == "accel_sft" else "*"  # launch files do not decide what a task does
     for place in _places(top):
@@ -146,7 +146,7 @@ def _imported(source: bytes) -> set[str]:
 def _libraries(imported: set[str]) -> dict[str, str]:
     """Return the distributions of the imported modules, with versions."""
     provided, versions = _distributions() if imported else {}, dict[str, str]()
-    for top in imported:  # a file beside the task, or one installed from a folder, may change and keep its version
+    for top in imported:  # a module beside the task, or installed from a folder, may change and keep its version
         distributions = [metadata.distribution(name) for name in provided.get(top, ())]
         places = [place for place in _places(top) if _INSTALLED.isdisjoint(place.parts)]
         if places or not distributions or any(d.read_text("direct_url.json") for d in distributions):
@@ -157,5 +157,5 @@ def _libraries(imported: set[str]) -> dict[str, str]:
 
 @functools.cache
 def _distributions() -> Mapping[str, list[str]]:
-    """The distributions of each top-level module, read once, as reading takes a fraction of a second."""
+    """The distributions of each top-level module, read once, because reading takes a fraction of a second."""
     return metadata.packages_distributions()

@@ -1,4 +1,4 @@
-"""Reads files by their suffix (JSON, CSV, Parquet and text, compressed or not), and yields their values with places.
+"""Reads files by their suffix (JSON, CSV, Parquet and text, compressed or not), and yields rows with their places.
 
 READERS has a reader for each data format, COMPRESSIONS the first bytes of each compression. pyarrow is imported only
 for files that need it.
@@ -27,13 +27,13 @@ from accel_sft.api.errors import UserError
 from accel_sft.rows.json_stream import MAX_ROW_BYTES, Located, decoded, is_array, located, not_utf8
 
 Reader = Callable[[BinaryIO, str], Iterator[Located]]
-"""Takes a seekable stream and the file's name in messages, and yields the values as `located` does."""
+"""Takes a seekable stream and the file's name for messages, and yields the values as `located` does."""
 BATCH_ROWS = 256
 _FIELDS_SHOWN = 80
 _ARROW_FILE = b"ARROW1"
 """The first bytes of an Arrow file (Feather), as opposed to an Arrow stream."""
 _IMAGES = ("image", "images", "bytes")
-"""Keys under which bytes stay bytes: some formats of images are text."""
+"""Keys whose bytes are not decoded as text: images in some formats are valid text."""
 
 
 class Format(NamedTuple):
@@ -50,7 +50,7 @@ class Format(NamedTuple):
 
 
 def format_of(path: Path, begin: bytes = b"") -> Format:
-    """Return the format of a file from its name, and the compression also from the bytes with which it begins."""
+    """Return a file's format by its name; if the name has no compression, the first bytes (`begin`) may show one."""
     *_, before, last = ("", "", *(suffix.lower() for suffix in path.suffixes))
     compression = last if last in COMPRESSIONS else ""
     suffix = before if compression else last
@@ -96,7 +96,7 @@ COMPRESSIONS = {
     ".zst": rb"\(\xb5/\xfd",
     ".utf16": rb"\xff\xfe(?!\0\0)|\xfe\xff",
 }
-"""Patterns of the bytes with which compressed files begin; no text begins so. UTF-32 begins like UTF-16."""
+"""Patterns of the first bytes of compressed files; no text begins like these. UTF-32 begins as UTF-16 does."""
 
 
 def _delimited(stream: BinaryIO, name: str, delimiters: str) -> Iterator[Located]:
@@ -120,24 +120,24 @@ def _delimited(stream: BinaryIO, name: str, delimiters: str) -> Iterator[Located
                     yield Located(ValueError(f"the header has {problem}"), begin)
                     return
             elif [record[0].removeprefix("\ufeff") or header[0], *record[1:]] == header:
-                yield Located(ValueError("the header again, where files were joined; remove it"), begin)
+                yield Located(ValueError("this line repeats the header, as in joined files; remove it"), begin)
             elif len(record) != len(header):
                 shown = ", ".join(header)[:_FIELDS_SHOWN]
-                problem = f"{len(record)} fields, where the header has {len(header)} ({shown})"
+                problem = f"{len(record)} fields, but the header has {len(header)} ({shown})"
                 yield Located(ValueError(problem), begin)
             else:
                 row = dict(zip(header, record, strict=True))
                 yield Located(row, begin, json.dumps(row).encode())
     except csv.Error as error:
-        yield Located(ValueError(f"not CSV ({error}); the rest is unread; write JSON Lines"), line + 1)
+        yield Located(ValueError(f"not CSV ({error}); the rest was not read; write JSON Lines"), line + 1)
     except UnicodeDecodeError as error:
-        raise not_utf8(f"{name}:{line + 1}", "here or in the lines after", error.object) from None
+        raise not_utf8(f"{name}:{line + 1}", "in this line or a later one", error.object) from None
     finally:
         text.detach()  # otherwise `text` would close the caller's stream
 
 
 def _records(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of lines of each record of a table, with the record. Quotes may enclose delimiters and line
+    """Yield how many lines a record of a table takes, and the record, in pairs. Quotes may enclose delimiters and line
     breaks. But tables with tabs are often written without quoting, so quotes around what looks like several rows are
     refused."""
     taken = list[str]()
@@ -153,7 +153,7 @@ def _records(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[s
     for record in csv.reader(recorded(), delimiter=delimiter, strict=True):
         text = "".join(taken)
         if apart.search(text) and apart.search(cell.sub("", text)):
-            raise csv.Error(f"a blank between {delimiter!r} and a quote, which is then no quote: remove such blanks")
+            raise csv.Error(f"a blank between {delimiter!r} and a quote, which is then plain text: remove such blanks")
         if delimiter == "\t" and len(taken) > 1 < width and all(line.count("\t") == width - 1 for line in taken):
             raise csv.Error("quotes around tabs and line breaks may belong to the text of several rows")
         width = width or len(record)
@@ -192,15 +192,15 @@ def _columns(stream: BinaryIO, name: str) -> Iterator[Located]:
             yield row
     except (pyarrow.ArrowException, OSError) as error:
         cause = " ".join(str(error).split())[:200]
-        raise UserError(f"{name}: not Parquet or Arrow after row {number} ({cause}); is it complete?") from None
+        raise UserError(f"{name}: not Parquet or Arrow after row {number} ({cause}); is the file complete?") from None
 
 
 def arrow_rows(tables: Iterable[Any], name: str) -> Iterator[Located]:
-    """Yield the rows of tables or batches of Arrow's, each with its number (from 1)."""
+    """Yield the rows of Arrow tables or batches, each with its number (from 1)."""
     numbers = itertools.count(1)
     for table in tables:
         if problem := _doubled(table.schema.names):
-            raise UserError(f"{name}: it has {problem}")
+            raise UserError(f"{name}: the file has {problem}")
         described = json.loads((table.schema.metadata or {}).get(b"huggingface", "{}"))
         features = described.get("info", {}).get("features", {})
         for row in table.to_pylist():
@@ -211,7 +211,7 @@ def arrow_rows(tables: Iterable[Any], name: str) -> Iterator[Located]:
 
 def _labelled(value: Any, feature: Any) -> Any:
     """A value with class names in place of class numbers, if `datasets` describes it as a ClassLabel or a list of
-    ClassLabels; null for -1, which is no class."""
+    ClassLabels; -1, which stands for no class, becomes null."""
     if not isinstance(feature, dict):
         return value
     if isinstance(value, list):
@@ -222,9 +222,9 @@ def _labelled(value: Any, feature: Any) -> Any:
 
 
 def _as_written(value: Any, type: Any, name: str) -> Any:
-    """A value as it was before Arrow gave all objects of a column the same keys: without nulls, unless Arrow knows no
-    other value of the key. UTF-8 bytes become text. A 32- or 16-bit float becomes the shortest decimal that rounds to
-    it: 0.1, not 0.10000000149011612."""
+    """A value as it was before Arrow gave all objects of a column the same keys: without keys that are null, unless a
+    key is null in every row. UTF-8 bytes become text. A 32- or 16-bit float becomes the shortest decimal that rounds
+    to it: 0.1, not 0.10000000149011612."""
     if isinstance(value, dict):
         given = [field for field in type if value[field.name] is not None or str(field.type) == "null"]
         return {field.name: _as_written(value[field.name], field.type, field.name) for field in given}
@@ -233,7 +233,7 @@ def _as_written(value: Any, type: Any, name: str) -> Any:
     if isinstance(value, float):
         import numpy as np  # not at the top: authors of tasks import this module
 
-        bits = getattr(type, "value_type", type).bit_width  # the type of a dictionary's values
+        bits = getattr(type, "value_type", type).bit_width  # of a dictionary-encoded column: the values' type
         return float(str({16: np.float16, 32: np.float32}.get(bits, float)(value)))
     if isinstance(value, list) and hasattr(type, "item_type"):
         pairs = [(key, _as_written(item, type.item_type, name)) for key, item in value]
@@ -242,7 +242,7 @@ def _as_written(value: Any, type: Any, name: str) -> Any:
     if isinstance(value, bytes) and name not in _IMAGES and b"\0" not in value:  # some programs write texts as bytes
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode()
-    if isinstance(value, str) and getattr(type, "extension_name", "") == "arrow.json":  # of `datasets`
+    if isinstance(value, str) and getattr(type, "extension_name", "") == "arrow.json":  # a type of `datasets`
         with contextlib.suppress(ValueError):
             return json.loads(value)
     return value
@@ -277,11 +277,11 @@ def _document(stream: BinaryIO, name: str) -> Iterator[Located]:
 
 _ROWS_OF_JSON = re.compile(rb'(\xef\xbb\xbf)?\s*(\[\s*)?\{\s*"')
 TEXTS = (".txt", ".md")
-"""Suffixes of texts. In a folder, texts may describe the data."""
+"""Suffixes of text files. In a folder with other data, text files may describe that data."""
 
 
 def has_lines(suffix: str, stream: BinaryIO) -> bool:
-    """Whether the rows of a decompressed file are named by line, and not by number."""
+    """Whether messages name the rows of a decompressed file by line, and not by number."""
     return suffix in (".csv", ".tsv") or (suffix not in (".parquet", ".arrow", ".feather") and not is_array(stream))
 
 

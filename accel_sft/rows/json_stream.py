@@ -1,6 +1,6 @@
 """Reads the values of a JSON array or of JSON Lines one by one, each with its number and its bytes.
 
-Lines are read one at a time. The text of an array is held in memory, its values are not.
+Lines are read one at a time. The text of an array is held in memory as a whole, its values are not.
 """
 
 import codecs
@@ -24,7 +24,7 @@ _WRAPPED = re.compile(rb'(?m)^\s*\{\s*"(data|rows|examples|instances)"\s*:\s*\[\
 
 class Located(NamedTuple):
     """One value; its line, or its number in a file without lines (from 1); its bytes, which `json.loads` can read
-    again; and for JSON Lines its first byte (from 0).
+    again; and for JSON Lines the position of its first byte (from 0).
 
     A value that cannot be used is replaced by the ValueError that says why.
     """
@@ -36,7 +36,7 @@ class Located(NamedTuple):
 
 
 class Written(float):
-    """A number whose text is as the file has it: 12.50, not 12.5, is the answer that is to be learnt."""
+    """A number that prints as the file has it: the answer 12.50 is learnt as 12.50, not as 12.5."""
 
     def __new__(cls, text: str) -> "Written":
         number = super().__new__(cls, text)
@@ -49,7 +49,7 @@ class Written(float):
         return self.text
 
 
-Written.__name__ = "float"  # as tasks name the type of a value in messages
+Written.__name__ = "float"  # because tasks name the type of a value in messages
 
 
 class RowProblem(ValueError):
@@ -57,7 +57,7 @@ class RowProblem(ValueError):
 
     Args:
         field: the key, or a path such as `label.name`; None: the row as a whole.
-        expected: what should have stood there.
+        expected: what the field, or the row, should contain.
     """
 
     def __init__(self, field: str | None, expected: str) -> None:
@@ -75,13 +75,13 @@ class RowLeftOut(Exception):
 
 
 class ParsedRow(NamedTuple):
-    """What `parse` may return around an example.
+    """An example that `parse` returns together with facts about its row.
 
     Attributes:
-        group: rows of one group, such as those with one prompt, are all held out or all trained on; "" groups equal
-            rows.
-        notes: what was done to the row; each note is counted over all rows.
-        unread: names of the row's keys that were not read.
+        group: rows of one group, such as those with one prompt, are all held out or all trained on; with "", only equal
+            rows are one group.
+        notes: what `parse` did to the row; each note is counted over all rows.
+        unread: names of the row's keys that `parse` did not read.
     """
 
     example: Any
@@ -105,7 +105,7 @@ def located(stream: BinaryIO, name: str) -> Iterator[Located]:
         if len(raw) > MAX_ROW_BYTES:
             raise UserError(f"{name}:{line}: a line of more than {MAX_ROW_BYTES >> 20} MiB; give each row its own line")
         text = decoded(raw, name, line, begin)
-        text = text.removeprefix("\ufeff")  # the mark of a file that was appended to another file
+        text = text.removeprefix("\ufeff")  # the byte-order mark of a file that was appended to another
         if is_first and text.strip() == "{":
             if stream.readline(MAX_ROW_BYTES).lstrip().startswith(b'"'):
                 problem = ValueError("an object over several lines; write each row on one line: jq -c . FILE > NEW")
@@ -119,13 +119,13 @@ def located(stream: BinaryIO, name: str) -> Iterator[Located]:
 
 
 def is_array(stream: BinaryIO) -> bool:
-    """Whether JSON is an array of rows, which are named by number, and not JSON Lines."""
+    """Whether the stream has a JSON array of rows, which are named by number, and not JSON Lines."""
     return _array_end(stream)[0] is not None
 
 
 def _array_end(stream: BinaryIO) -> tuple[str | None, int]:
-    """What must follow an array of rows: "", or "}" if it is in an object; None for JSON Lines. Also the number of
-    bytes of the byte-order mark."""
+    """Return what must follow an array of rows: "", or "}" if the array is in an object; None for JSON Lines. Also
+    return the number of bytes of the byte-order mark."""
     stream.seek(0)
     begin = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
     stream.seek(begin)
@@ -136,12 +136,12 @@ def _array_end(stream: BinaryIO) -> tuple[str | None, int]:
     stream.seek(begin)
     wrapped = _WRAPPED.match(stream.read(_MAX_NAME))
     stream.seek(begin + (wrapped.end() if wrapped else 0))
-    # if more lines begin so, the file is JSON Lines with such a key in each line
+    # if more lines begin like this, the file is JSON Lines with such a key in each line
     return ("}" if wrapped and not _WRAPPED.search(stream.read(MAX_ROW_BYTES)) else None), begin
 
 
 def decoded(raw: bytes, name: str, line: int, begin: int) -> str:
-    """The text of bytes that begin on this line and byte of a file; UserError names the first non-UTF-8 byte."""
+    """Decode bytes that begin at this line and byte of a file; a UserError names the first byte that is not UTF-8."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -150,17 +150,18 @@ def decoded(raw: bytes, name: str, line: int, begin: int) -> str:
 
 
 def not_utf8(place: str, where: str, content: bytes) -> UserError:
-    """The error about content that is not UTF-8, and perhaps no text at all."""
+    """Return the error for content that is not UTF-8, and perhaps not text at all."""
     if b"\0" in content:
-        mark = content[:4] in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
-        way = "convert it: iconv -f UTF-32 -t UTF-8 OLD > NEW" if mark else "UTF-16 needs a byte-order mark"
-        return UserError(f"{place}: not text ({where}); {'' if mark else 'unpack an archive; '}{way}")
+        is_utf32 = content[:4] in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
+        other = "unpack it if it is an archive; UTF-16 needs a byte-order mark"
+        fix = "convert it: iconv -f UTF-32 -t UTF-8 OLD > NEW" if is_utf32 else other
+        return UserError(f"{place}: not text ({where}); {fix}")
     fix = "convert it: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW (or from GB18030, SHIFT-JIS)"
     return UserError(f"{place}: not UTF-8 ({where}); {fix}")
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any] | ValueError:
-    """Return an object or, if a key is repeated, an error instead of the object, so that later rows are decoded too."""
+    """Return an object or, if a key is repeated, an error (not raised, so that later rows are decoded too)."""
     row: dict[str, Any] = {}
     for key, value in pairs:
         if key in row:
@@ -209,25 +210,25 @@ def _problems_in(value: Any, depth: int = 0) -> Iterator[ValueError]:
 
 
 def _array(text: str, end: str) -> Iterator[Located]:
-    """The elements of the array in `text`, numbered from 1, then a syntax error, if any; `end` must follow it."""
+    """Yield the elements of the array in `text`, numbered from 1; then an error if its syntax or `end` is wrong."""
     number, at, mark = 0, text.index("["), "["
     while mark != "]":
         at = _behind_blanks(text, at + 1)
         if text.startswith("]", at):
             if mark == ",":
-                yield Located(ValueError("a comma follows, but no row after it"), number)
+                yield Located(ValueError("a comma follows, but no row after the comma"), number)
             break
         number += 1
         try:
             value, behind = _DECODER.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
-            yield Located(ValueError(f"{_reason(error)}; the rest is unread"), number)
+            yield Located(ValueError(f"{_reason(error)}; the rest was not read"), number)
             return
         yield Located(_checked(value), number, text[at:behind].encode())
         at = _behind_blanks(text, behind)
         mark = text[at : at + 1]
         if mark not in (",", "]"):
-            yield Located(ValueError("expected ',' or ']' after it; is the file cut off?"), number)
+            yield Located(ValueError("expected ',' or ']' after this row; is the file cut off?"), number)
             return
     if (rest := text[at + 1 :].strip()) != end:
         what = f"text after the end of the array: {rest[:20]!r}" if rest else f"expected {end!r} at the end"
@@ -236,5 +237,5 @@ def _array(text: str, end: str) -> Iterator[Located]:
 
 def _behind_blanks(text: str, at: int) -> int:
     blanks = _BLANK.match(text, at)
-    assert blanks  # as the pattern also matches an empty text
+    assert blanks  # because the pattern also matches an empty text
     return blanks.end()

@@ -1,6 +1,6 @@
 """Reads one file of rows: each row is checked at the first reading, and its place is kept in the cache.
 
-Small files of JSON are held in memory, large ones of JSON Lines stay where they are, and all others are converted to
+Small JSON files are held in memory, large JSON Lines files stay where they are, and all other files are converted to
 JSON Lines in the cache.
 """
 
@@ -30,8 +30,8 @@ from accel_sft.rows.sources import EXPECTED, load_dataset, unreadable
 
 MAX_PROBLEMS = 20
 IN_MEMORY_BYTES = 1 << 20
-"""JSON files of fewer bytes are held in memory and checked at every start, which takes no longer than finding them in
-the cache."""
+"""JSON files smaller than this are held in memory and checked at every start: that takes no longer than finding them
+in the cache."""
 _ANNOUNCED_BYTES = 64 << 20
 """Files of at least this many bytes are announced by a line when their rows are checked."""
 _KIND, _PLACES, _TEXT, _PLAIN = "rows", "places.bin", "rows.jsonl", "decompressed"
@@ -39,7 +39,7 @@ _FORM = 8
 """Version of a cache entry's form; it changes when older entries can no longer be read."""
 _KEYS_SHOWN = 6
 _ROWS = "a JSON array of objects, one JSON object per line, or a header and rows"
-_ROW_OF_TABLE = 'a row, got columns, as of df.to_json(); write rows: df.to_json(FILE, orient="records", lines=True)'
+_ROW_OF_TABLE = 'a row, got columns, as from df.to_json(); write rows: df.to_json(FILE, orient="records", lines=True)'
 
 Parse = Callable[[dict[str, Any]], Any]
 Read = Callable[[Path, contextlib.ExitStack], Iterable[Located]]
@@ -91,18 +91,18 @@ def _opened(path: Path) -> Iterator[Any]:
     except ValueError as error:  # the name has a NUL or a lone surrogate
         raise UserError(f"{str(path)!r}: not a file's name ({error}); give {EXPECTED}") from None
     if not regular:
-        raise UserError(f"{path}: a pipe or a device, not a file; give {EXPECTED}")
+        raise UserError(f"{path}: is a pipe or a device, not a file; give {EXPECTED}")
     try:
         with path.open("rb") as stream:
             if stream.peek(16).startswith(b"version https://git-lfs"):
-                raise UserError(f"{path}: a pointer of Git LFS, not the file itself; fetch it: git lfs pull")
+                raise UserError(f"{path}: is a pointer of Git LFS, not the file itself; fetch the file: git lfs pull")
             yield stream
     except OSError as error:
         raise UserError(f"{path}: {unreadable(error)}") from None
 
 
 def read_dataset(path: Path, parse: Parse, use: str, lines: list[str]) -> RowFile:
-    """Like `read_file`, for a data set of the hub; what `load_dataset` notes is added to `lines`."""
+    """Like `read_file`, for a data set of the hub; the notes of `load_dataset` are added to `lines`."""
     dataset, notes = load_dataset(str(path), use)
     lines += notes
     sha256 = dataset._fingerprint
@@ -112,7 +112,7 @@ def read_dataset(path: Path, parse: Parse, use: str, lines: list[str]) -> RowFil
 
 
 def _key(sha256: str, parse: Parse, format: Format) -> str | None:
-    """The key of a cache entry, a hash of all that decides what it holds; None if the parser has no fingerprint."""
+    """The key of a cache entry, a hash of all that decides its content; None if the parser has no fingerprint."""
     code = code_fingerprint(parse)
     return code and hashlib.sha256(f"{sha256} {code} {format} {_FORM}".encode()).hexdigest()
 
@@ -176,7 +176,7 @@ def _log_unkept(error: OSError) -> None:
 
 def _check(rows: RowFile, values: Iterable[Located], parse: Parse, written: BinaryIO | None) -> int:
     """Parse each row and record its place in the file or, if `written` is given, in `written`, which then receives the
-    rows. Return how many bad rows an audit left out."""
+    rows. Return how many bad rows an audit left out; outside an audit, these raise UserError."""
     places, problems, bad = bytearray(), Tally(), 0
     left_out = left_out_rows()
     for value, number, raw, begin in values:
@@ -208,7 +208,7 @@ def _check(rows: RowFile, values: Iterable[Located], parse: Parse, written: Bina
     if problems:
         raise UserError(*_described(problems, rows, bad))
     if not places and not rows.left_out and not bad:
-        raise UserError(f"{rows.name}: no rows; expected {_ROWS}")
+        raise UserError(f"{rows.name}: has no rows; expected {_ROWS}")
     rows.places = places
     return bad
 
@@ -236,8 +236,8 @@ def _described(problems: Tally, rows: RowFile, bad: int) -> Iterator[str]:
     for problem, (count, (first, *others)) in problems.items():
         also = f"; {named(others, count - 1, rows.has_lines)} {'has' if count == 2 else 'have'} the same problem"
         yield f"{rows.place_at(first)}: {problem}" + (also if others else "")
-    if more := bad - sum(count for count, _ in problems.values()):
-        yield f"{rows.name}: and {more} more bad rows; nothing was trained"
+    if remaining := bad - sum(count for count, _ in problems.values()):
+        yield f"{rows.name}: and {remaining} more bad rows; nothing was trained"
 
 
 def _content(raw: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The rows of one file: where each stands, which cannot be used and why, and each row, parsed when it is used."""
+"""The rows of one file, parsed when they are used; where each row stands; which rows cannot be used, and why."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from accel_sft.api.errors import UserError
 from accel_sft.rows.json_stream import Written
 
 PLACE = struct.Struct("<qIIII")
-"""A row's place: its first byte, number of bytes, their CRC-32, its line or number (from 1), CRC-32 of its group."""
+"""A row's place: first byte, number of bytes, CRC-32 of the bytes, line or number (from 1), CRC-32 of the group."""
 _PLACES_BYTES = PLACE.size << 14
 """Number of bytes of `places` that `groups` reads at once."""
 _NAMED = 5
 UNREAD = "not read: "
-"""Begins each note that names a key which was not read."""
+"""Beginning of each note on a key that the parser did not read."""
 
 
 class Place(NamedTuple):
@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 
 class BadRow(NamedTuple):
-    """A row that cannot be used, and why; `syntax` is False if its content is at fault, not the file's syntax."""
+    """A row that cannot be used, and why; `syntax`: whether the file's syntax is wrong, not the row's content."""
 
     place: Place
     reason: str
@@ -48,7 +48,7 @@ _left_out: contextvars.ContextVar[list[BadRow] | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def bad_rows_left_out(most: int) -> Iterator[list[BadRow]]:
-    """Inside, `read_rows` leaves bad rows out instead of refusing their file, so that an audit sees the other rows.
+    """In this context, `read_rows` leaves bad rows out instead of refusing the file, so that an audit sees the others.
 
     The yielded list receives at most `most` of the bad rows. A file with bad rows is not kept in the cache.
     """
@@ -116,7 +116,7 @@ def named(numbers: Sequence[int], count: int, has_lines: bool) -> str:
 
 
 def more(count: int) -> str:
-    """The end of a list: `count` items are not shown."""
+    """The end of a list of which `count` items are not shown; "" for 0."""
     return f", and {count:,} more" if count else ""
 
 
@@ -126,7 +126,7 @@ class RowFile:
 
     Attributes:
         content: a hash of the rows and their parser; None if the parser has no `code_fingerprint`.
-        sha256: SHA-256 of the file alone; for a data set of the hub, its fingerprint.
+        sha256: SHA-256 of the file alone; for a data set of the hub, the data set's fingerprint.
         has_lines: whether a row is named by its line, and not by its number.
         text: the bytes that hold the rows as JSON.
         left_out: rows that the parser left out, by reason.
@@ -146,7 +146,7 @@ class RowFile:
         return len(self.places) // PLACE.size
 
     def row(self, number: int) -> dict[str, Any]:
-        """Return the row with this index (from 0), as the parser takes it."""
+        """Return the row with this index (from 0), in the form that the parser takes."""
         begin, size, checksum, line, _ = self._place(number)
         assert self.text is not None
         raw = self.text[begin : begin + size]

@@ -1,4 +1,4 @@
-"""Reads rows of files as a sequence that holds no parsed row: each is parsed when it is used.
+"""Reads rows of files as a sequence that holds no parsed rows: each row is parsed when it is used.
 
 A source is a file or a folder (JSON, JSON Lines, CSV or Parquet, compressed or not), or a data set of the hub.
 """
@@ -28,7 +28,7 @@ from accel_sft.rows.sources import data_files, folder_of, is_dataset_name, row_n
 _NAMED = 5
 """Maximum number of rows that a note names."""
 _KEYS = 20
-"""Maximum number of keys that the line on unread keys names."""
+"""Maximum number of keys that the note on unread keys names."""
 Row = TypeVar("Row")
 
 
@@ -42,7 +42,7 @@ class LeftOut(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Rows(Sequence[Row]):
-    """The rows of one or more files, as a sequence that holds no parsed row: each is parsed when it is used.
+    """The rows of one or more files, as a sequence that holds no parsed rows: each row is parsed when it is used.
 
     A slice is such a sequence too; `list(rows)` holds all parsed rows in memory.
 
@@ -75,8 +75,8 @@ class Rows(Sequence[Row]):
 
     @property
     def sources(self) -> list[str]:
-        """The files, folders and data sets that `read_rows` was given, with only as much of their paths as
-        distinguishes them."""
+        """The files, folders and data sets that `read_rows` was given, each path shortened to the last parts
+        that keep the names distinct."""
         paths = [Path(name) for name, _ in self._given]
         for parts in itertools.count(1):
             names = ["/".join(path.parts[-parts:]) or str(path) for path in paths]
@@ -90,8 +90,8 @@ class Rows(Sequence[Row]):
         return [of_file[file] for file, _ in map(self._file_of, indices)]
 
     def shares_rows(self, other: Any) -> bool:
-        """Whether `other` is from the same `read_rows` and has some of these rows. If so, the task evaluates rows that
-        it trains on, on purpose, and its notes say so."""
+        """Whether `other` is from the same `read_rows` and has some of these rows. If so, the task deliberately
+        evaluates on rows that it trains on, and its notes say so."""
         return isinstance(other, Rows) and other._files is self._files and not {*self._chosen}.isdisjoint(other._chosen)
 
     def places(self, indices: Sequence[int]) -> list[Place]:
@@ -107,16 +107,16 @@ class Rows(Sequence[Row]):
         ]
 
     def held_out(self, rows: int, seed: int) -> tuple[Rows[Row], Rows[Row]]:
-        """Split the rows in two: the ones to keep, and about `rows` held-out ones, drawn at random by `seed`.
+        """Split the rows in two: the rows to train on, and about `rows` held-out rows, drawn at random with `seed`.
 
         All rows of a group (`ParsedRow.group`) stay on one side. So fewer than `rows` may be held out, or more if
-        every group has more than `rows` rows; if there is one group, this raises UserError.
+        every group has more than `rows` rows. Raises UserError if there is only one group.
         """
         import numpy as np  # not at the top: authors of tasks import this module
 
         every = itertools.chain.from_iterable(file.groups() for file in self._files)
         groups = np.fromiter(every, np.uint32, self._ends[-1])[np.asarray(self._chosen)]
-        # multiply-shift hashing, as groups are hashes already: a group's number does not depend on the other rows
+        # multiply-shift hashing, because groups are hashes: a group's number does not depend on the other rows
         factor = np.uint64(random.Random(seed).getrandbits(64) | 1)
         drawn = (groups.astype(np.uint64) * factor) >> np.uint64(32)
         is_out = drawn < np.sort(drawn)[rows] if len(drawn) > rows else np.ones(len(drawn), dtype=bool)
@@ -125,8 +125,8 @@ class Rows(Sequence[Row]):
             is_out = group_of == sizes.argmin()
         if is_out.all():
             raise UserError(
-                f"{self.name}: all rows are of one group, such as one prompt, so none can be held out; give validation "
-                "rows in a file of their own"
+                f"{self.name}: all rows are of one group, such as one prompt, so none can be held out; give a separate "
+                "file of validation rows"
             )
         train, out = self._only(~is_out), self._only(is_out)
         return train, dataclasses.replace(out, notes=[])
@@ -191,19 +191,19 @@ class Rows(Sequence[Row]):
 def read_rows(
     path: str | Path, parse: Callable[..., Row | ParsedRow], *, with_folder: bool = False, split: str = "train"
 ) -> Rows[Row]:
-    """Read the rows of a file, or of all data files in a folder, and parse each row once.
+    """Read and check the rows of a file, or of all data files in a folder.
 
     Args:
-        path: files of any format in READERS, compressed or not; folders, FOLDER:SPLIT; data sets of the Hugging Face
-            hub, ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT. Several names, joined by commas, are read in order.
+        path: a file of any format in READERS, compressed or not; FOLDER or FOLDER:SPLIT; or a data set of the Hugging
+            Face hub: ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT. Several, joined by commas, are read in order.
         parse: turns an object into an example (or a ParsedRow), raises RowProblem for a malformed object and RowLeftOut
-            for a useless one. A pure function, called again for each use. A CSV row has text in every column.
-        with_folder: `parse` has an argument `folder`, to which paths in a row are relative: the folder `path`, or the
-            folder that the file `path` is in.
-        split: "train" or "validation": which split of a folder or data set is read if it has several and `path` names
-            none; a note says which. For "validation" this may be the split test.
+            for a useless one. It must be pure: it is called at each use of a row. In CSV rows, all values are text.
+        with_folder: whether `parse` has an argument `folder`, to which paths in a row are relative: the folder `path`,
+            or the folder that the file `path` is in.
+        split: "train" or "validation": the split of a folder or data set to read if there are several and `path` names
+            none; a note says which was read. For "validation" this may be the split test.
     Raises:
-        UserError: a file cannot be read, has no row, or bad rows: the first twenty problems, by file, line and field.
+        UserError: a file cannot be read, has no rows, or has bad rows (up to twenty are listed, with line and field).
     """
     read: list[RowFile] = []
     parsers, given = [], []
@@ -218,7 +218,7 @@ def read_rows(
         lines += beside
         of_name, refused = _read_files(files, reader, parser, lines, problems)
         if refused and of_name:
-            problems.append(f"{folder}: if {', '.join(refused)} is no data, remove it, or name the files to read")
+            problems.append(f"{folder}: if {', '.join(refused)} is not data, remove it, or name the files to read")
         read += of_name
         parsers += [parser] * len(of_name)
         given.append((str(name), len(of_name)))
@@ -238,8 +238,8 @@ def _read_files(
     lines: list[str],
     problems: list[str],
 ) -> tuple[list[RowFile], list[str]]:
-    """Return the files of one name, without files that repeat another's rows, and the names of refused files. Adds to
-    `lines` and `problems`; raises the problems as soon as there are MAX_PROBLEMS."""
+    """Return the files of one name, except those with the same rows as an earlier file, and the names of refused files.
+    Adds to `lines` and `problems`; raises the problems as soon as there are MAX_PROBLEMS."""
     of_name: list[RowFile] = []
     refused: list[str] = []
     alike: dict[bytes, RowFile] = {}
@@ -249,7 +249,7 @@ def _read_files(
             groups = array.array("I", of_file.groups() if len(files) > 1 else ()).tobytes()
             earlier = alike.setdefault(groups, of_file) if groups else of_file
             if earlier is not of_file and all(of_file.row(n) == earlier.row(n) for n in range(len(of_file))):
-                lines.append(f"{file}: not read, as it has the same rows as {earlier.name}")
+                lines.append(f"{file}: not read (the same rows as in {earlier.name})")
             else:
                 of_name.append(of_file)
         except UserError as error:
@@ -267,7 +267,7 @@ def example_name(examples: Sequence[Any], split: str, index: int) -> str:
 
 
 def with_places(lines: Sequence[str], examples: Sequence[Any], split: str) -> list[str]:
-    """Return the lines, with file and line of the example added to each that begins like "train example 5:"."""
+    """Return the lines; to those that begin like "train example 5:", add the file and line of the example."""
     if not isinstance(examples, Rows):
         return list(lines)
 

@@ -30,12 +30,12 @@ _IN_NAME = {
     split: re.compile(rf"(^|[-._ =0-9])({words})(sets?|data|split)?([-._ =0-9]|$)", re.IGNORECASE)
     for split, words in _WORDS.items()
 }
-"""Finds each split in names of files and folders, like `datasets` (data_files.py), but also after "=", or joined with
-"set" or "data". Names of held-out data are found too, so that nobody trains on it."""
+"""Finds each split in names of files and folders, as `datasets` does (data_files.py), but also after "=", or
+before "set" or "data" as in testset. Names of held-out data count as test, so that nobody trains on such data."""
 _CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
-"""Where a word begins within another, as in TestData."""
+"""Where a capital letter begins a new word, as in TestData."""
 _SHARD = re.compile(r"data/(.+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
-"""Names of data files as hub data sets have them. If a folder has such files, no other file has rows of a split."""
+"""Names of data files in data sets of the hub. If a folder has such files, only these belong to splits."""
 
 _SPLIT = r"[\w.-]+(\[[\d%:-]+\])?"
 _NAME = re.compile(
@@ -49,7 +49,7 @@ def row_names(names: str | Path) -> list[Path]:
     parts = str(names).split(",")
     if not all(parts):
         raise UserError(
-            f"{str(names)!r}: an empty name; give a file, a folder or a data set, with commas between several"
+            f"{str(names)!r}: has an empty name; give a file, a folder or a data set, with commas between several"
         )
     return [Path(os.path.expanduser(part)) for part in parts]
 
@@ -75,8 +75,8 @@ def absent_rows(names: str, flag: str) -> list[str]:
 
 
 def unreadable(error: OSError) -> str:
-    """What is wrong with a file that cannot be opened, and what to do."""
-    return f"cannot be read ({error.strerror}); give an existing one: {EXPECTED}"
+    """Say that a file cannot be opened, why, and what to do."""
+    return f"cannot be read ({error.strerror}); name {EXPECTED} that exists"
 
 
 def folder_of(name: str | Path) -> tuple[str, str] | None:
@@ -88,7 +88,7 @@ def folder_of(name: str | Path) -> tuple[str, str] | None:
 
 
 def chosen_split(name: str, splits: Collection[str], use: str) -> tuple[str, list[str]]:
-    """The split of `name` that is read for `use`, train or validation, and a line on the others."""
+    """Return the split of `name` to read for `use` (train or validation), and a line on other splits, if any."""
     usual = [split for split in _USUAL.get(use, [use]) if split in splits] or ["train"] * ([*splits] == ["train"])
     others = [split for split in splits if split not in usual[:1]]
     if not usual:
@@ -96,16 +96,16 @@ def chosen_split(name: str, splits: Collection[str], use: str) -> tuple[str, lis
         raise UserError(f"{name}: has no split {use}, but {', '.join(others)}; name one: {name}:{near}")
     if not others or use == "validation":
         return usual[0], [f"{name}: the split {usual[0]} is read"] * bool(others)
-    offered = f"to use it: --validation-file {name}:{min(others, key='validation'.__ne__)}"
-    return usual[0], [f"{name}: the split {usual[0]} is read, not {' or '.join(others)}; {offered}"]
+    advice = f"to evaluate: --validation-file {name}:{min(others, key='validation'.__ne__)}"
+    return usual[0], [f"{name}: the split {usual[0]} is read, not {' or '.join(others)}; {advice}"]
 
 
 def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[Path], list[str]]:
-    """The data files of a split of a folder and its subfolders, and lines on those that are not read.
+    """Return the data files of one split of a folder (with its subfolders), and lines about files that are not read.
 
-    Without splits, these are all files except hidden ones and those that describe a data set. Links are followed, and
-    each folder is read once. Texts (.txt) are data only if there is no other data; a README.md never is. If `split` is
-    "", it is chosen by `use`, "train" or "validation".
+    Data files are all files but hidden ones and those that describe a data set. Links are followed, and each folder is
+    read once. Texts (.txt) are data only if there is no other data; a README.md is never data. If `split` is "", `use`
+    ("train" or "validation") decides.
     """
     paths, others = _all_files(folder)
     names = {path.relative_to(folder).as_posix(): path for path in paths}
@@ -125,11 +125,11 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
     if split not in splits:
         raise UserError(f"{folder}: has no split {split}; it has {', '.join(sorted(splits))}")
     if beside:
-        lines.append(f"{folder}: not read, as in none of its splits: {beside[0].name}{more(len(beside) - 1)}")
+        lines.append(f"{folder}: not read (in none of its splits): {beside[0].name}{more(len(beside) - 1)}")
     if others:
-        lines.append(f"{folder}: not read, as of no known format: {others[0].name}{more(len(others) - 1)}")
+        lines.append(f"{folder}: not read (unknown format): {others[0].name}{more(len(others) - 1)}")
     if any("data_files" in config for config in configs) and not by_card:
-        lines.append(f"{folder}/README.md: no file that it names is there; splits are read by the names of files")
+        lines.append(f"{folder}/README.md: the files that it names do not exist; file names decide the splits")
     if len(configs) > 1:
         configurations = ", ".join(str(config.get("config_name")) for config in configs)
         lines.append(f"{folder}: all its configurations are read: {configurations}; for one, name its files or folder")
@@ -137,13 +137,13 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
 
 
 def _by_card(folder: Path, names: Collection[str], configs: list[dict[str, Any]]) -> dict[str, str]:
-    """The split of each file whose split the folder's card names."""
+    """Return the splits of the files for which the folder's card (README.md) names one, by the files' names."""
     exact: dict[str, str] = {}
     for pattern, split in _splits_by_card(configs):
         for name in {*glob.glob(pattern, root_dir=folder, recursive=True)}.intersection(names):
             if (other := exact.setdefault(name, split)) != split:
-                both = f"lists {name} in two splits, {other} and {split}"
-                raise UserError(f"{folder}/README.md: {both}; name the files of one configuration")
+                problem = f"lists {name} in two splits, {other} and {split}"
+                raise UserError(f"{folder}/README.md: {problem}; name the files of one configuration")
     return exact
 
 
@@ -175,8 +175,8 @@ def _splits_by_card(configs: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def _split_by_name(name: str) -> str:
-    """The split of a file by its path in the folder: train, unless a folder (the innermost counts) or else the file
-    names another split. A folder that names train as well, such as train_test_split, does not count."""
+    """Return a file's split by its path: the one that the innermost folder names, else the one that the file names,
+    else train. Folders that name train, such as train_test_split, do not count."""
     *folders, file = name.split("/")
     for part in (*reversed(folders), file):
         signs = [split for split, sign in _IN_NAME.items() if sign.search(_CAPITAL.sub("_", part))]
@@ -211,13 +211,13 @@ def _all_files(folder: Path) -> tuple[list[Path], list[Path]]:
     if not data:
         compressed = ", ".join(COMPRESSIONS)
         raise UserError(
-            f"{folder}: no data files in this folder; expected {', '.join(READERS)}, or {compressed} of one"
+            f"{folder}: no data files in this folder; expected {', '.join(READERS)}, also with {compressed}"
         )
     return data, sorted(others)
 
 
 def _is_medium(path: Path) -> bool:
-    """Whether a file's suffix is that of an image, a sound, a film or a text."""
+    """Whether a file's suffix is that of an image, audio, video or text."""
     kind, _ = mimetypes.guess_type(path.name, strict=False)
     return (kind or "").startswith(("image/", "audio/", "video/", "text/"))
 
@@ -231,7 +231,7 @@ def is_dataset_name(name: str) -> bool:
 
 
 def load_dataset(name: str, use: str) -> tuple[Any, list[str]]:
-    """The `datasets.Dataset` called `name`. If `name` has no split, `use` chooses one, and a line names the others."""
+    """The `datasets.Dataset` called `name`. If `name` has no split, `use` decides, and a line names the others."""
     try:
         import datasets
     except ImportError:

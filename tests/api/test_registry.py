@@ -82,7 +82,7 @@ CONTRACT_FAULTS = {
         for name in ("seed", "no-debug", "help-all", "task", "no-shout")
     },
     "no option name": ("    size: int", "    _size: int", "'_size' cannot be an option's name"),
-    "default beyond its limits": ("option(10, min=2", "option(1, min=2", "default of --size 1: must be at least 2"),
+    "default beyond its limits": ("option(10, min=2", "option(1, min=2", "the default is refused: --size 1: must be"),
 }
 
 

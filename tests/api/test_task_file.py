@@ -65,7 +65,7 @@ FAULTS = {
     "relative import": ("from .size import SIZE", "", "relative import with no known parent package (it.py:1)"),
     "no task": ("x = 1", "", "no subclass of accel_sft.Task"),
     "two tasks": (GOOD + GOOD[GOOD.index("@") :].replace("Good", "Other"), "", "it.py:Good or it.py:Other"),
-    "no such task": (GOOD, ":Best", "no Best in it; it has Good"),
+    "no such task": (GOOD, ":Best", "no class Best in this file; it has Good"),
 }
 
 

@@ -381,7 +381,7 @@ def test_text_with_an_image_token_is_refused_beside_images(made, monkeypatch):
 
 
 def test_rows_with_images_are_not_exported(tmp_path):
-    with pytest.raises(UserError, match=r"^train example 0.*: has images, which are not exported"):
+    with pytest.raises(UserError, match=r"^train example 0.*: has images, which export-data cannot write"):
         export_data.run(Colours(folder=str(tmp_path / "images")), str(tmp_path / "rows"))
     assert not (tmp_path / "rows").exists()
 

@@ -109,7 +109,7 @@ def test_broken_task_is_listed_and_fails_alone(run, site):
         ("evaluate good --learning-rate 1", 2, "No such option"),
         ("--config none.yaml", 1, "Error: --config none.yaml: cannot be r"),
         ("launch-file z2_ofload", 1, "did you mean z2_offload"),
-        ("new-task random --file", 1, "of a library has this name"),
+        ("new-task random --file", 1, "a library has this name"),
     ],
 )
 def test_wrong_words_get_one_hint(run, words, status, message):
@@ -135,7 +135,7 @@ def test_task_help_groups_the_options_by_section(run, monkeypatch):
         ("", "--size", "--weight-decay", "Train, evaluate"),
         ("plan", "--gpu-memory", "--lora-dropout", "Predict memory"),
         ("check", "--strict", "--truncation", "Audit a task"),
-        ("compare", "--launch", "--learning-rate", "Measure launch"),
+        ("compare", "--launch", "--learning-rate", "Compare launch"),
         ("evaluate", "--key-from", "--dtype", "Score a model"),
     ],
 )
@@ -187,7 +187,7 @@ def test_every_foreign_option_of_a_command_is_named_at_once(run, site):
     """A command of another trainer, as it is, with an option of the task's own that is called as one elsewhere."""
     words = "--stage sft --template qwen --shout --quantization_bit=4 --val_size 0.1 --lora_rank 8 --save_steps 100"
     result = run("good", *words.split(), *(f"--{name}=1" for name in NOT_OURS[6:]))
-    hints = dict(line.split(" is no option of accel-sft good: ") for line in result.stderr.splitlines())
+    hints = dict(line.split(" is not an option of accel-sft good: ") for line in result.stderr.splitlines())
     assert [*hints] == [f"Error: --{name}" for name in NOT_OURS]
     assert hints["Error: --quantization-bit"] == "it is --load-in-4bit here"
     assert hints["Error: --val-size"] == "the task chat takes --held-out"
@@ -226,7 +226,7 @@ def test_all_problems_are_told_at_once_each_naming_its_flag(run, site, tmp_path)
 
 
 def test_lora_options_without_an_adapter_are_refused(run):
-    refused = "Error: --lora-r: --adapter none trains all weights; add --adapter lora, or leave it out\n"
+    refused = "Error: --lora-r has no effect without an adapter; add --adapter lora, or leave this option out\n"
     assert run("good", "--lora-r", "8").stderr == refused  # also if it is the default
     assert handed_over(run("good", "--lora-r", "8", "--adapter", "lora"))["config"]["lora_r"] == 8
 
@@ -249,12 +249,12 @@ def test_a_file_of_another_task_or_of_none_is_refused(run, site, tmp_path):
     install(site, "p-other", "other = p_other:Good")
     file = tmp_path / "run.yaml"
     file.write_text("task: good\n", encoding="utf-8")
-    message = f"Error: --config {file}: task: good, but the command line says other; leave one out\n"
+    message = f"Error: --config {file}: the file names the task good, not other; leave one out\n"
     assert run("other", "--config", str(file)).stderr == message
     file.write_text("task: god\n", encoding="utf-8")
     assert "no task or tool 'god'; did you mean good?" in run("--config", str(file)).stderr
     file.write_text("seed: 1\n", encoding="utf-8")
-    message = f"Error: --config {file}: no task in it; write `task: NAME`, or the name before the options\n"
+    message = f"Error: --config {file}: no task in it; add `task: NAME`, or name a task before the options\n"
     assert run("--config", str(file)).stderr == message
 
 
@@ -431,7 +431,7 @@ def test_a_new_task_in_one_file_runs_as_it_stands(run, tmp_path, monkeypatch):
     (tmp_path / "bad.jsonl").write_text('{"question": "2?", "answer": "even"}\n{"question": "3?"}\n')
     with pytest.raises(UserError, match=r"bad\.jsonl:2: field 'answer': expected text"):
         task(train_file="bad.jsonl").dataset("train")
-    assert "even_odd.py: is there already" in run("new-task", "even-odd", "--file").stderr
+    assert "even_odd.py: already exists" in run("new-task", "even-odd", "--file").stderr
 
 
 @pytest.mark.parametrize("name", ["math", "good", "tasks", "../up"])
@@ -440,7 +440,7 @@ def test_a_new_task_needs_a_name_of_its_own_and_overwrites_nothing(tmp_path, run
     assert (result.returncode, "NAME" in result.stderr) == (1, True)
     assert not (tmp_path / "new").exists()
     (tmp_path / "mine.txt").write_text("", encoding="utf-8")
-    assert "is there already" in run("new-task", "fresh", str(tmp_path)).stderr
+    assert "already exists" in run("new-task", "fresh", str(tmp_path)).stderr
     assert "cannot be written" in run("new-task", "fresh", str(tmp_path / "mine.txt" / "x")).stderr
 
 
@@ -449,7 +449,7 @@ def test_task_option_of_a_tools_name_is_refused_there_alone(run, site):
     install(site, "accel-sft-clashing", "clashing = accel_sft_clashing:Good", clashing)
     assert handed_over(run("clashing"))["task"] == "clashing"
     (line,) = run("compare", "clashing").stderr.splitlines()
-    assert line.startswith("Error: task clashing: option --repeat is this command's own and the task's too")
+    assert line.startswith("Error: task clashing: this command already has an option --repeat")
 
 
 OF_RECORD = {
@@ -470,6 +470,6 @@ def test_recorded_options_give_way_to_those_given(tmp_path, capsys, task, record
         _, made = command.read(click.get_current_context())
     assert made.validation_file == rows
     note = capsys.readouterr().err
-    assert note == f"note: of the run's record, left out in conflict with these options: {unfit}\n"
+    assert note == f"note: options of the run's record that conflict with yours are left out: {unfit}\n"
     with pytest.raises(UserError), command.make_context(record["task"], [*given, "--held-out", "0"]):
         command.read(click.get_current_context())

@@ -54,7 +54,7 @@ def test_prompts_file_is_answered_as_in_the_run(run, called, tmp_path):
     system = json.loads((run.run_dir / "run.json").read_text())["system_prompt"]
     assert [turn["content"] for turn in rows[0]["messages"]] == [system, after[0]["prompt"]]
     assert f"{output}: 7 answers" in done.output
-    assert "is there already; name a new file" in called("generate", str(run.run_dir), *files).output
+    assert "already exists; name a new file" in called("generate", str(run.run_dir), *files).output
 
 
 def test_prompt_is_answered_by_the_best_weights(run):
@@ -79,7 +79,7 @@ def test_best_weights_are_taken_or_else_the_last(tmp_path):
     ("arguments", "problem"),
     [
         ((), "give one of these: a PROMPT, --file FILE, or --interactive"),
-        ((" ",), "PROMPT: empty"),
+        ((" ",), "PROMPT is empty"),
         (("5=", "--output", "a.jsonl"), "--file and --output go together"),
         (("5=", "--top-p", "0.5"), "--top-p needs --temperature above 0"),
         (("5=", "--thinking", "much"), "--thinking much: not one of off, template, keep"),
@@ -105,7 +105,7 @@ def test_settings_that_are_not_given_are_the_runs_own(tmp_path):
     assert (settings.thinking, settings.max_length, settings.max_new_tokens) == ("off", 5, 7)
     assert (settings.template_date, trained.in_4bit) == (time.strftime("%Y-%m-%d"), True)
     (tmp_path / "run.json").write_text(json.dumps(record | {"config": {"thinking": "much"}}))
-    with pytest.raises(UserError, match=r"--thinking much: not one of .*; the run\.json of .* says so"):
+    with pytest.raises(UserError, match=r"--thinking much: not one of .*; the value is from the run\.json of "):
         Trained(str(tmp_path)).settings(given)
 
 

@@ -58,7 +58,7 @@ def test_run_is_served_in_its_precision_by_its_name(run, program):
 )
 def test_adapters_vllm_cannot_serve_are_refused(adapter, tmp_path, changed, what):
     edit_json(shutil.copytree(adapter, tmp_path / "other") / "adapter_config.json", **changed)
-    with pytest.raises(UserError, match=f"cannot serve {what}, which {tmp_path / 'other'} has; merge it first"):
+    with pytest.raises(UserError, match=f"cannot serve {what}, which {tmp_path / 'other'} has; merge the adapter"):
         _vllm(str(tmp_path / "other"), "name")
 
 
@@ -67,7 +67,7 @@ def test_vllm_gets_no_adapter_whose_names_the_base_lacks(adapter, tmp_path):
     (tmp_path / "base" / "config.json").write_text('{"model_type": "gemma3", "text_config": {}}')
     folder = shutil.copytree(adapter, tmp_path / "lora")
     edit_json(folder / "adapter_config.json", base_model_name_or_path=str(tmp_path / "base"))
-    with pytest.raises(UserError, match="lora adapts only the language model of its base; merge it first"):
+    with pytest.raises(UserError, match="lora adapts only the language model of its base; merge the adapter first"):
         _vllm(str(folder), "name")
     weights = load_file(folder / "adapter_model.safetensors")
     renamed = {name.replace(".layers.", ".language_model.layers."): weight for name, weight in weights.items()}
@@ -88,7 +88,7 @@ def test_adapter_is_served_on_its_base_with_its_tokenizer(adapter, tiny, called)
     words += shlex.quote(json.dumps({"name": "lr=1e-3", "path": str(adapter)}))
     assert f"{words} --dtype auto --generation-config vllm --host" in printed.output
     refused = called("serve", str(adapter), "--with", "transformers", "--print")
-    assert f"--with transformers: it serves no adapter, and {adapter} is one; merge it first" in refused.output
+    assert f"--with transformers cannot serve an adapter, such as {adapter}; merge the adapter first" in refused.output
 
 
 def test_other_servers_get_their_own_words(run, program, tmp_path, called):
@@ -106,7 +106,7 @@ def test_other_servers_get_their_own_words(run, program, tmp_path, called):
     ("words", "problem"),
     [
         ("serve RUN --with llama.cpp", "--with llama.cpp needs --gguf FILE, which `accel-sft merge RUN --gguf FILE` w"),
-        ("serve RUN --gguf m.gguf", "--gguf: vllm serves no such file; add --with llama.cpp"),
+        ("serve RUN --gguf m.gguf", "--gguf: vllm cannot serve this format; add --with llama.cpp"),
         ("serve RUN --program /no/such", "--with vllm: /no/such cannot be run here; install vLLM into an environment"),
         ("serve /nosuch --with vllm --print", "RUN /nosuch: no such folder; name a run's folder"),
         ("merge RUN", "OUT: name a new folder for the merged weights (accel-sft merge"),
@@ -129,7 +129,7 @@ def test_gguf_file_is_written_by_the_named_converter(run, adapter, tmp_path):
     assert "model.safetensors" in file.read_text()
     assert file.read_text().endswith("auto")
     again = accel_sft("merge", str(run), "--gguf", str(file), "--converter", str(tmp_path))
-    assert f"--gguf {file}: is there already; name a new file" in again.output
+    assert f"--gguf {file}: already exists; name a new file" in again.output
     merged = tmp_path / "n.gguf"
     arguments = ("--gguf-type", "f32", "--converter", str(converter))
     finished("merge", str(adapter), "--gguf", str(merged), *arguments)

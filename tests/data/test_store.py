@@ -112,7 +112,7 @@ TURNS = [{"role": "user", "content": "5="}]
     [
         ((None, "5"), "messages() gave 'None'"),
         ((), "the task failed: IndexError: tuple index out of range"),
-        ((TURNS, "6"), "gave something else the second time"),
+        ((TURNS, "6"), "returned something else on a second call"),
     ],
 )
 def test_difference_of_a_task_between_ranks_is_refused_everywhere(two_ranks, nonsense, message):
@@ -212,7 +212,7 @@ def test_what_changes_the_tokens_misses_the_cache(tokenizer, tmp_path):
 
 def test_own_files_that_cannot_be_known_are_refused(tokenizer, monkeypatch):
     monkeypatch.setattr("accel_sft.rows.fingerprint._MAX_BYTES", 10)
-    with pytest.raises(UserError, match="accel_sft's own files"):
+    with pytest.raises(UserError, match="some files of accel_sft"):
         encoder(tokenizer)
 
 
@@ -284,12 +284,12 @@ def test_tokens_that_the_task_no_longer_makes_are_made_again(tokenizer, own_cach
     encoder(tokenizer)(rows, "train")
     monkeypatch.setattr(Sums, "target", lambda self, example: "another answer")  # no source file tells
     again = encoder(tokenizer)(rows, "train")
-    assert "the task now makes other examples of its rows" in capsys.readouterr().out
+    assert "the task now makes other examples from its rows" in capsys.readouterr().out
     assert tokenizer.decode(again.kept[0].input_ids).endswith("another answer<|im_end|>")
     assert "tokens from the cache" in encoder(tokenizer)(rows, "train").lines()[0]
     calls = iter(range(10**6))
     monkeypatch.setattr(Sums, "target", lambda self, example: f"answer {next(calls)}")
-    with pytest.raises(UserError, match=r"messages\(\) and target\(\) gave something else the second time"):
+    with pytest.raises(UserError, match=r"messages\(\) and target\(\) returned something else on a second"):
         encoder(tokenizer)(rows, "train")
 
 
@@ -300,7 +300,7 @@ def test_a_cache_that_cannot_be_written_is_refused(tokenizer, tmp_path, monkeypa
     for folder in (tmp_path / "cache", tmp_path / "file" / "cache"):
         monkeypatch.setenv("ACCEL_SFT_CACHE", str(folder))
         place = re.escape(f"tokens cannot be written to {folder} (No")
-        with pytest.raises(UserError, match=place + ".*; give another folder by ACCEL_SFT_CACHE"):
+        with pytest.raises(UserError, match=place + ".*; set ACCEL_SFT_CACHE to another"):
             encoder(tokenizer)(EXAMPLES, "train")
 
 

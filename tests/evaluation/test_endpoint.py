@@ -215,7 +215,7 @@ def test_answers_that_are_not_whole_are_counted(monkeypatch):
 
 def test_same_data_is_refused_with_url(run):
     command = (*ARGUMENTS, "--url", "http://127.0.0.1:1/v1", "--model", str(run.run_dir), "--same-data")
-    with pytest.raises(UserError, match=r"^--same-data: a server records no data; with --url name the data by"):
+    with pytest.raises(UserError, match=r"^--same-data: a server records no data; with --url, name the data by"):
         CliRunner().invoke(cli, command, catch_exceptions=False)
 
 
@@ -223,7 +223,7 @@ def test_same_data_is_refused_with_url(run):
     ("more", "problem"),
     [
         ({"url": None}, "--model: a value is needed"),
-        ({"url": None, "model": "m", "key_from": "K"}, "--key-from: needs --url"),
+        ({"url": None, "model": "m", "key_from": "K"}, "--key-from cannot be used without --url"),
         (
             {"max_length": 9, "seed": 9, "base": "auto", "dtype": "float32"},
             "a server has its own weights and settings; leave --base, --dtype, --max-length, --seed out",

@@ -183,7 +183,7 @@ def test_variant_under_a_launch_draws_the_curve_of_one_process(launched, tmp_pat
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"use_dora": True}, "--use-dora works only with --adapter lora: add that"),
+        ({"use_dora": True}, "--use-dora works only with --adapter lora; add it"),
         ({"adapter": "adalora", "use_rslora": True}, "--use-rslora works only with --adapter lora"),
         ({"adapter": "lora", "lora_target_parameters": "x", "lora_dropout": 0.1}, "neither DoRA nor dropout"),
     ],

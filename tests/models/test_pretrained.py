@@ -293,7 +293,7 @@ def test_other_types_are_exported_where_asked_but_not_of_adapters(made, tmp_path
     assert {*types_in(final).values()} == {torch.float16}
     assert TrainConfig(export_dtype="float16").problems() == []
     (problem,) = TrainConfig(export_dtype="float16", adapter="lora").problems()
-    assert problem.startswith("--export-dtype: an adapter is exported as it was trained")
+    assert problem.startswith("--export-dtype does not apply to an adapter")
 
 
 def test_configurations_are_read_alike_by_older_and_newer_keys(made, tmp_path):

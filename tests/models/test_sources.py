@@ -112,8 +112,8 @@ def test_evaluation_names_its_differences_from_the_run(tmp_path):
     for folder in (tmp_path, tmp_path / "final"):
         assert _differences(Trained(str(folder)), "math", "bf16") == []
         other_task, other_precision = _differences(Trained(str(folder)), "ner", "no")
-        assert other_task.endswith("was trained for math, and is scored as ner")
-        assert other_precision.endswith("to get its numbers, add --mixed_precision bf16")
+        assert other_task.endswith("was trained for math, but is scored for ner")
+        assert other_precision.endswith("for the same scores, add --mixed_precision bf16")
     assert _differences(Trained("Qwen/Qwen2.5-0.5B-Instruct"), "ner", "no") == []
 
 
@@ -212,7 +212,7 @@ def test_evaluation_on_rows_trained_on_is_warned_of(tmp_path):
     assert _remembered(Trained(str(run)), "chat", Chat(**files)) == []
     for changed in ({"held_out": 30.0}, {"data_seed": 3}):
         (line,) = _remembered(Trained(str(run)), "chat", Chat(**files | changed))
-        assert re.search(r"was trained on \d+ of these (30|4) examples, so scores show what it remembers", line)
+        assert re.search(r"was trained on \d+ of these (30|4) examples, so the scores show what it memorized", line)
     other = jsonl(tmp_path / "other.jsonl", rows)  # which the record does not name, and must not have read
     assert _remembered(Trained(str(run)), "chat", Chat(train_file=other, held_out=30.0)) == []
     assert _remembered(Trained(str(run)), "math", Chat(**files | {"held_out": 30.0})) == []

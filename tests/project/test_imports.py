@@ -165,8 +165,8 @@ def test_quick_commands_do_without_torch(tmp_path, command, env, answer):
 
 
 LOST_ROWS = (
-    "--train-file {folder}/row.jsonl: cannot be read (No such file or directory); give an existing one: "
-    "a JSON, JSONL, CSV, Parquet or text file; did you mean {folder}/rows.jsonl?"
+    "--train-file {folder}/row.jsonl: cannot be read (No such file or directory); name "
+    "a JSON, JSONL, CSV, Parquet or text file that exists; did you mean {folder}/rows.jsonl?"
 )
 
 

@@ -72,7 +72,7 @@ def test_splits_are_distinguished_by_their_names(tmp_path, names, splits):
 def test_splits_that_are_not_read_are_offered(tmp_path):
     folder = written(tmp_path / "ds", "train.jsonl", "test.jsonl", "val.jsonl")
     assert read_rows(folder, answer).notes == [
-        f"{folder}: the split train is read, not test or validation; to use it: --validation-file {folder}:validation"
+        f"{folder}: the split train is read, not test or validation; to evaluate: --validation-file {folder}:validation"
     ]
     rows = read_rows(folder, answer, split="validation")
     assert list(rows) == ["val.jsonl"]
@@ -101,7 +101,7 @@ def test_files_beside_the_shards_of_a_data_set_are_named(tmp_path):
     folder = written(tmp_path / "ds", "data/train-00000-of-00001.jsonl", "raw.jsonl", "z.jsonl")
     rows = read_rows(folder, answer)
     assert list(rows) == ["data/train-00000-of-00001.jsonl"]
-    assert rows.notes == [f"{folder}: not read, as in none of its splits: raw.jsonl, and 1 more"]
+    assert rows.notes == [f"{folder}: not read (in none of its splits): raw.jsonl, and 1 more"]
 
 
 def test_files_of_formats_that_are_not_read_are_named(tmp_path):
@@ -109,7 +109,7 @@ def test_files_of_formats_that_are_not_read_are_named(tmp_path):
     folder = written(tmp_path / "ds", "a.jsonl", "b.jl", "c.jsonlines", *beside)
     rows = read_rows(folder, answer)
     assert list(rows) == ["a.jsonl", "b.jl", "c.jsonlines"]
-    assert rows.notes == [f"{folder}: not read, as of no known format: d.jsonl.zip, and 1 more"]
+    assert rows.notes == [f"{folder}: not read (unknown format): d.jsonl.zip, and 1 more"]
 
 
 def test_configurations_of_a_card_are_named(tmp_path):
@@ -138,13 +138,13 @@ def test_splits_of_a_card_are_read_as_it_says(tmp_path):
     files = "[{split: train, path: en.jsonl}, {split: test, path: [gold*, ./more/*]}]"
     card.write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {files}\n---\n")
     rows = read_rows(folder, answer)
-    assert (list(rows), rows.notes[-1]) == (["en.jsonl"], f"{folder}: not read, as in none of its splits: raw.jsonl")
+    assert (list(rows), rows.notes[-1]) == (["en.jsonl"], f"{folder}: not read (in none of its splits): raw.jsonl")
     assert list(read_rows(folder, answer, split="validation")) == ["gold.jsonl", "more/a.jsonl"]
     for content in ("- data_files: none.jsonl", "{", "- data_files: raw.jsonl\ndate: 2001-13-45", "!!bool x"):
         card.write_text(f"---\nconfigs:\n{content}\n---\n")
         rows = read_rows(folder, answer)
         assert len(rows) == 4, "the card names no file that is there, or is damaged"
-        assert any("no file that it names is there" in note for note in rows.notes) == ("none.jsonl" in content)
+        assert any("the files that it names do not exist" in note for note in rows.notes) == ("none.jsonl" in content)
     for pattern, expected in PATTERNS.items():
         card.write_text(f"---\nconfigs:\n- data_files: {pattern}\n---\n")
         assert list(read_rows(folder, answer)) == expected, pattern
@@ -169,8 +169,7 @@ def test_a_copy_of_a_file_is_not_read_again(tmp_path):
     copied = read_rows(tmp_path, answer)
     assert list(copied) == [*"013", *"012"]
     assert copied.notes == [
-        f"{tmp_path}/train.jsonl{end}: not read, as it has the same rows as {tmp_path}/train (1).jsonl"
-        for end in ("", ".gz")
+        f"{tmp_path}/train.jsonl{end}: not read (the same rows as in {tmp_path}/train (1).jsonl)" for end in ("", ".gz")
     ]
     assert copied.sources == [tmp_path.name]
     assert len(read_rows(f"{tmp_path}/train.jsonl,{tmp_path}/train (1).jsonl", answer)) == 6, "what is named is read"
@@ -267,7 +266,7 @@ def test_data_set_is_read_from_the_hub_at_hf_endpoint(tmp_path):
     assert printed["org/sums:test"] == printed["org/sums:main:test"] == ["99"]
     assert printed["places"] == ["org/sums row 1", "org/sums row 3"]
     assert len(set(printed["fingerprints"])) == 1
-    line = "org/sums: the split {} is read, not {}; to use it: --validation-file org/sums:{}"
+    line = "org/sums: the split {} is read, not {}; to evaluate: --validation-file org/sums:{}"
     assert printed["notes"] == [line.format("train", "test", "test")]
     assert printed["held"] == ["99", "org/sums: the split test is read"]
     assert "org/none: not a file or folder, and the hub gives no data set org/none (Repo" in printed["org/none"]

@@ -79,36 +79,36 @@ def test_rows_stand_at_lines_or_have_numbers(tmp_path):
 
 
 BAD = {
-    "too few fields": ("a.csv", b"answer,more\nx,y\nz\n", ":3: 1 fields, where the header has 2 (answer, more)"),
+    "too few fields": ("a.csv", b"answer,more\nx,y\nz\n", ":3: 1 fields, but the header has 2 (answer, more)"),
     "not the column": (
         "a.csv",
         b"answers,n\nx,1\n",
         ":2: field 'answer': expected text, got NoneType; the row has answers,",
     ),
     "a column twice": ("a.csv", b"answer,answer\nx,y\n", ":1: the header has the column 'answer' twice; rename"),
-    "files joined": ("a.csv", b"answer,more\nx,y\n\xef\xbb\xbfanswer,more\n", ":3: the header again, where files were"),
-    "an archive": ("a.jsonl", b"PK\x03\x04\x14\0\xff", ":1: not text (byte 6); unpack an archive; UTF-16"),
+    "files joined": ("a.csv", b"answer,more\nx,y\n\xef\xbb\xbfanswer,more\n", ":3: this line repeats the header, as"),
+    "an archive": ("a.jsonl", b"PK\x03\x04\x14\0\xff", ":1: not text (byte 6); unpack it if it is an"),
     "UTF-32": ("a.jsonl", JSONL.decode().encode("utf-32"), ":1: not text (byte 0); convert it: iconv -f UTF-32 -t"),
     "a key beside the rows": (
         "a.json",
         b'{"data": [{"answer": "x"}], "n": 1}',
         " row 1: text after the end of the arr",
     ),
-    "no end of a quote": ("a.csv", b'answer\n"x\n', ":2: not CSV (unexpected end of data); the rest is unread"),
+    "no end of a quote": ("a.csv", b'answer\n"x\n', ":2: not CSV (unexpected end of data); the rest was not"),
     "quotes that may not be quoting": (
         "a.tsv",
         b'more\tanswer\n0\tx\n1\t"a\n2\tb"\n3\tc\n',
-        ":3: not CSV (quotes around tabs and line breaks may belong to the text of several rows); the rest is unread",
+        ":3: not CSV (quotes around tabs and line breaks may belong to the text of several rows); the rest was not",
     ),
     "blanks behind commas": (
         "a.csv",
         b'answer,more\n"x", "y"\n',
         ":2: not CSV (a blank between ',' and a quote",
     ),
-    "latin-1": ("a.csv", "answer\nx\né\n".encode("latin-1"), ": not UTF-8 (here or in the lines after); convert it"),
+    "latin-1": ("a.csv", "answer\nx\né\n".encode("latin-1"), ": not UTF-8 (in this line or a later one); convert"),
     "cut off": ("a.jsonl.gz", gzip.compress(JSONL)[:-9], ": cannot be decompressed (Compressed file ended"),
     "cut off, zstandard": ("a.jsonl.zst", zstandard(JSONL * 9)[:-5], ": cannot be decompressed ("),
-    "Git LFS": ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid x\n", ": a pointer of Git LFS, not the"),
+    "Git LFS": ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid x\n", ": is a pointer of Git LFS, not"),
     "not Parquet": ("a.parquet", JSONL, ": not Parquet or Arrow after row 0 ("),
 }
 
@@ -190,7 +190,7 @@ def test_bad_row_or_column_of_parquet_is_named(tmp_path):
     assert line == f"{path} row 1: field 'answer': expected text, got dict; rows 2, 3 have the same problem"
     twice = pyarrow.Table.from_arrays([pyarrow.array(["1"])] * 2, names=["answer"] * 2)
     pyarrow.parquet.write_table(twice, path)
-    with pytest.raises(UserError, match="parquet: it has the column 'answer' twice; rename one of the two"):
+    with pytest.raises(UserError, match="parquet: the file has the column 'answer' twice; rename one of the two"):
         read_rows(path, answer)
 
 

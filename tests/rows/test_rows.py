@@ -143,7 +143,7 @@ def test_numbers_keep_the_text_that_the_file_has(file, content):
 def test_pipe_or_device_is_refused(tmp_path, path):
     if path == "pipe":
         os.mkfifo(path := tmp_path / path)  # to open it would wait for ever
-    with pytest.raises(UserError, match=f"{path}: a pipe or a device, not a file; give a JSON, JSONL, CSV, Parquet or"):
+    with pytest.raises(UserError, match=f"{path}: is a pipe or a device, not a file; give a JSON, JSONL, CSV, Parquet"):
         read_rows(path, answer)
 
 
@@ -178,11 +178,11 @@ def test_malformed_element_is_named_by_number_and_others_are_read(file, element,
 
 
 BROKEN_ARRAYS = {
-    "comma missing": ('[{"answer": "1"}\n{"answer": "2"}]', " row 1: expected ',' or ']' after it; is the file cut"),
+    "comma missing": ('[{"answer": "1"}\n{"answer": "2"}]', " row 1: expected ',' or ']' after this row; is the file"),
     "cut off inside": ('[{"answer": "1"},\n{"answer":\n "2', " row 2: not JSON at line 3, column 2: Unterminated str"),
-    "comma at the end": ('[{"answer": "1"},\n]', " row 1: a comma follows, but no row after it"),
+    "comma at the end": ('[{"answer": "1"},\n]', " row 1: a comma follows, but no row after the comma"),
     "text behind": ('[{"answer": "1"}]\n[]', " row 1: text after the end of the array: '[]'"),
-    "nested beyond reading": ("\n" + "[" * 200_000, " row 1: nested too deeply; the rest is unread"),
+    "nested beyond reading": ("\n" + "[" * 200_000, " row 1: nested too deeply; the rest was not read"),
 }
 
 
@@ -221,7 +221,7 @@ def test_objects_over_several_lines_are_one_problem(file, mark):
 @pytest.mark.parametrize("content", ["", "  \n\n", "[]", " [ ] "])
 def test_a_file_without_rows_is_refused(file, content):
     (problem,) = problems(file(content))
-    assert problem == ": no rows; expected a JSON array of objects, one JSON object per line, or a header and rows"
+    assert problem == ": has no rows; expected a JSON array of objects, one JSON object per line, or a header and rows"
 
 
 def test_bytes_that_are_not_utf8_are_named_by_line(file):
@@ -267,7 +267,7 @@ def test_several_files_are_read_in_order_with_their_names(tmp_path):
 
 @pytest.mark.parametrize("names", ["", "rows.json,", ",rows.json"])
 def test_empty_name_is_refused_and_reads_no_folder(names):
-    with pytest.raises(UserError, match="an empty name; give a file, a folder or a data set, with commas between"):
+    with pytest.raises(UserError, match="has an empty name; give a file, a folder or a data set, with commas"):
         read_rows(names, answer)
     (line,) = absent_rows(names, "--train-file")
-    assert line.startswith(f"--train-file {names!r}: an empty name")
+    assert line.startswith(f"--train-file {names!r}: has an empty name")

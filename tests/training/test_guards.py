@@ -102,7 +102,7 @@ def test_a_judgement_that_is_none_is_refused_by_name(tiny, method, function, mes
 
 def test_a_metric_that_some_scores_lack_is_refused_by_name():
     for scores in ([{"right": 1.0}, {"right": 1.0, "extra": 1.0}], [{"right": 1.0, "extra": 1.0}, {"right": 1.0}]):
-        with pytest.raises(UserError, match=r"score\(\) gave 'extra' None, which has no mean"):
+        with pytest.raises(UserError, match=r"score\(\) gave None for 'extra', which has no mean"):
             Sums().aggregate(scores)
     means = Sums().aggregate([{"right": 1.0, "extra": True}, {"extra": 0.0, "right": 0.0}])
     assert means == {"right": 0.5, "extra": 0.5}

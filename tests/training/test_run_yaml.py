@@ -86,7 +86,7 @@ def test_run_yaml_gives_every_setting_back_but_asks_for_secrets(tmp_path):
     values, problems = load_yaml(str(run_dir.settings), TrainConfig, Odd, given=["api_key"])
     assert problems == []
     _, (problem,) = load_yaml(str(run_dir.settings), TrainConfig, Odd)
-    assert problem.endswith("--api-key: a run's file holds no secrets; give it on the command line")
+    assert problem.endswith("--api-key: a run's file holds no secrets; give this one on the command line")
     options = {field.name: values.pop(field.name) for field in dataclasses.fields(Odd) if field.name in values}
     assert Odd(**options) == dataclasses.replace(task, api_key=None)
     usual = {"output_dir": None, "resume": "off", "dry_run": False}
@@ -95,7 +95,7 @@ def test_run_yaml_gives_every_setting_back_but_asks_for_secrets(tmp_path):
     secret_word = dataclasses.replace(task, word="https://me:sk-1@host/x", lines="***x")
     partly = written(tmp_path / "partly", config, secret_word)
     values, problems = load_yaml(str(partly.settings), TrainConfig, Odd, given=["api_key"])
-    assert problems[0].endswith("--word: a run's file holds no secrets; give it on the command line")
+    assert problems[0].endswith("--word: a run's file holds no secrets; give this one on the command line")
     assert values["lines"] == "***x"
 
 
