@@ -12,13 +12,13 @@ _waiting = 0
 
 
 def heartbeat() -> None:
-    """Note that the calling program made progress."""
+    """Record that the program made progress."""
     global _beats
     _beats += 1
 
 
 def heartbeat_count() -> int:
-    """Number of heartbeats so far; only changes of this number have a meaning."""
+    """Number of heartbeats so far; only its changes have a meaning."""
     return _beats
 
 

@@ -187,7 +187,7 @@ def test_endless_files_are_named_unread(two, tmp_path):
     (endless / "metrics.jsonl").unlink()
     (endless / "metrics.jsonl").symlink_to("/dev/zero")
     printed = report(endless, "--output", tmp_path / "page.html")
-    assert printed.count("cannot be read: it is no regular file") == 4
+    assert printed.count("cannot be read: it is not a regular file") == 4
 
 
 @pytest.mark.parametrize(("step", "cell"), [(0, ("0.5", "", "")), (4, ("", "0.5", ""))])
@@ -218,7 +218,7 @@ def test_what_is_no_run_is_refused_in_a_line(two, tmp_path):
 def test_no_other_file_is_replaced(two, tmp_path):
     target = tmp_path / "notes.html"
     target.write_text("mine")
-    with pytest.raises(UserError, match=r"notes\.html: a file that is no page of accel-sft"):
+    with pytest.raises(UserError, match=r"notes\.html: this file is not a page of accel-sft"):
         report(two[0], "--output", target)
     with pytest.raises(UserError, match="in a folder that exists"):
         report(two[0], "--output", tmp_path / "nowhere" / "page.html")
