@@ -156,7 +156,7 @@ class Cached(Causal):
     cpu_tokens = (512, *Layout.cpu_tokens)
 
     def refusal(self, model: Any, row_sets: Sequence[Sequence[Encoded]]) -> str | None:
-        return None if cache_argument(without_adapter(model).forward) else "the model takes no cache"
+        return None if cache_argument(without_adapter(model).forward) else "the model does not accept a cache"
 
     def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
         if not (prefix := self.prefix(examples)):

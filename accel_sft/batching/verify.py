@@ -179,7 +179,7 @@ def enough(examples: Sequence[Encoded]) -> list[Encoded]:
 
 
 def _row_sets(examples: Sequence[Encoded]) -> list[list[Encoded]]:
-    """Two sets of rows: short rows (with images, if any row has them); a short row without images, and the longest row."""
+    """Two sets of rows: short rows (with images, if any row has them); and a row without images and the longest row."""
     among = _shortest([row for row in examples if row.images] or examples)
     longest = max(examples, key=lambda example: (len(example.input_ids), example.index))
     beside = next((row for row in _shortest(examples) if not row.images), among[0])
@@ -187,7 +187,7 @@ def _row_sets(examples: Sequence[Encoded]) -> list[list[Encoded]]:
 
 
 def _dropout(trial: Trial, plain: Batching) -> str | None:
-    """The name of a module or setting with dropout, or a phrase if only random losses reveal it; None if there is none."""
+    """The name of a module or setting with dropout, or a phrase if only random losses reveal it; else None."""
     trial.model.train()
     batch = trial.batch(plain, enough(trial.examples))
     is_random = any_rank(not _farthest(nll(trial.model, batch), nll(trial.model, batch)) <= _rounding(trial))

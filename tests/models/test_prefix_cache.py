@@ -29,8 +29,8 @@ TAKES += ("bamba", "olmo_hybrid")
 CANNOT = {
     "jamba": "its loss is not that of single rows",
     "minimax": "the model's forward fails",
-    "falcon_mamba": "the model takes no cache",
-    "mamba2": "the model takes no cache",
+    "falcon_mamba": "the model does not accept a cache",
+    "mamba2": "the model does not accept a cache",
 }
 
 
