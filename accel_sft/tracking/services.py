@@ -37,7 +37,7 @@ def tracker_names(setting: str) -> list[str]:
 
 class Trackers:
     """Rank 0's trackers, named as in `tracker_names`. A service that fails during the run is logged and dropped, but
-    TensorBoard's errors are raised. Its events are in `run_dir` itself, so that `--logdir runs` shows the run's name."""
+    TensorBoard's errors are raised. Its events lie in `run_dir` itself: so `--logdir runs` shows the run's name."""
 
     def __init__(
         self, names: Sequence[str], run_dir: Path, settings: Mapping[str, Any], log: Callable[[str], None]
