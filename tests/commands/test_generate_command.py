@@ -208,7 +208,7 @@ TOOLS = (
         ({"messages": [*QUESTION, {"role": "assistant", "content": "3"}]}, "a last turn whose role is not assistant"),
         ({"prompt": "?", "tools": "{"}, "a list of schemas, or its JSON text"),
         ({"prompt": "?", "system": 3}, "field 'system'"),
-        ({"prompt": "?", "chat_template_kwargs": {"a": 1}}, "no variables of the template"),
+        ({"prompt": "?", "chat_template_kwargs": {"a": 1}}, "no value: only training"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}, *QUESTION]}, "gave the call '{}', expected"),
         ({"prompt": "?", "images": ["a.png"]}, "give images with --image and a single PROMPT"),
         ({"messages": [{"role": "user", "content": "?", "function_call": {"name": "a"}}]}, "not in `function_call`"),

@@ -248,6 +248,6 @@ def test_what_a_server_is_not_asked_is_refused(served):
     ]
     with serving(served) as url:
         config = EvaluateConfig(url=url, max_new_tokens=3).resolved({})
-        with pytest.raises(UserError, match="validation example 0 has images, calls of tools"):
+        with pytest.raises(UserError, match="validation example 0 has images, tool calls"):
             evaluation.evaluate_served(Accelerator(cpu=True), Calls(), config, Endpoint(url, None))
         assert [path for path, _, _ in served.asked] == ["/v1/models"]

@@ -84,7 +84,7 @@ def test_flipped_bit_makes_resume_take_the_checkpoint_before(checkpoints):
         if number % 20 == 0:
             chosen, (line,) = newest(RunDir(checkpoints), "auto")
             assert chosen.name == "step-000003"
-            assert f"{folder}: passed over: {path.relative_to(folder)} has other bytes" in line
+            assert f"{folder}: passed over: {path.relative_to(folder)} has changed since it was written" in line
         flipped(path, at, bit)
     assert newest(RunDir(checkpoints), "auto") == (folder, [])
 

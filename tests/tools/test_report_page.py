@@ -220,7 +220,7 @@ def test_no_other_file_is_replaced(two, tmp_path):
     target.write_text("mine")
     with pytest.raises(UserError, match=r"notes\.html: this file is not a page of accel-sft"):
         report(two[0], "--output", target)
-    with pytest.raises(UserError, match="in a folder that exists"):
+    with pytest.raises(UserError, match="in an existing folder"):
         report(two[0], "--output", tmp_path / "nowhere" / "page.html")
     assert target.read_text() == "mine"
 

@@ -66,7 +66,7 @@ def test_trace_that_an_error_ends_is_named_or_too_short(tmp_path, steps):
             profiler.step()
         if steps == 3:
             raise KeyboardInterrupt
-    assert (str(tmp_path) if steps == 3 else "begins with step 3 of a start") in printed[-1]
+    assert (str(tmp_path) if steps == 3 else "begins at step 3 after a start") in printed[-1]
     assert steps < 3 or [*tmp_path.iterdir()]
 
 

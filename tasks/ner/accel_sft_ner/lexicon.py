@@ -1,7 +1,7 @@
-"""The parts of the built-in sentences: parts of surfaces, fillers and templates, in Chinese and English.
+"""The building blocks of the built-in sentences: templates, fillers and parts of surfaces, in Chinese and English.
 
 In a template, `{name}` is a slot for an entity, and `{name2}` one for a different entity of the same type; a slot that
-occurs twice gets the same surface twice. `{day}` and the other keys of FILLERS are words that are not entities.
+occurs twice gets the same surface both times. `{day}` and the other keys of FILLERS are words that are not entities.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 evaluated as code. NaN, Infinity, a key twice in one object, a lone surrogate in a key, and nesting or numbers too large
 for the parser are not valid. An invalid answer has no entities. `valid_json` is the share of valid answers;
 `valid_shape` is the share that are also an object of type -> surface -> non-empty list of [first, last] integers.
-Valid JSON of another shape counts as far as it fits: an answer {type: {surface: ...}} predicts that entity, whatever
-its spans look like; anything else predicts nothing.
+Valid JSON of a different shape counts as far as it fits: an answer {type: {surface: ...}} predicts that entity,
+whatever its spans look like; anything else predicts nothing.
 
 **Counting.** An entity is the pair (type, surface), compared character by character, and counts once in an answer.
 True positives are in gold and answer, false positives only in the answer, false negatives only in gold. *Strict*
