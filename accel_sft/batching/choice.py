@@ -30,7 +30,7 @@ GPU_TOKENS = tuple(2**power for power in range(10, 18))
 ALIKE = 0.03
 """Work that differs by less than this share counts as equal."""
 CPU_FORWARD_TOKENS, FORWARD_TOKENS = 64, 1024
-"""Fixed cost, in tokens, of a forward with its backward: on a CPU for each thread, as all threads wait; on a GPU."""
+"""Fixed cost of a forward and its backward, in tokens: per thread on a CPU (all threads wait), and in all on a GPU."""
 USUAL_WIDTH = 1024
 """Hidden size assumed of a model whose configuration does not name it."""
 

@@ -145,7 +145,7 @@ def _on_device(*arrays: np.ndarray) -> list[torch.Tensor]:
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A pinned copy, or the tensor itself if no memory can be pinned: this error would be taken for a full GPU."""
+    """A pinned copy, or the tensor itself if no memory can be pinned; the error would look like GPU out-of-memory."""
     try:
         return tensor.pin_memory()
     except RuntimeError as error:

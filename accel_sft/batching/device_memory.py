@@ -1,4 +1,4 @@
-"""Recognizes errors of a device that is out of memory, and says how much memory torch may still allocate there."""
+"""Recognizes out-of-memory errors of devices, and says how much device memory torch may still allocate."""
 
 import math
 from collections.abc import Callable

@@ -44,7 +44,7 @@ class Layout(abc.ABC):
 
     Attributes:
         name: a value of `--batching`. Rows of `shared` share tokens, and so the dropout masks of these tokens.
-        attention: how attention separates the rows; the record of a batching has this name.
+        attention: name of how attention separates the rows, for the record of a batching.
         implementation: pattern for the names of transformers' attention functions that can separate rows in this way.
         one_sequence: whether all rows are in one sequence, in which they must not see each other.
         cpu_tokens: sizes of a forward, in tokens, to choose from on a CPU.

@@ -1,4 +1,4 @@
-"""Runs trial forwards and backwards before the first step; by them, a layout and size of forwards are chosen."""
+"""Runs trial forwards and backwards before the first step, to choose a layout and a size of forwards."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class Trial:
         return batching.batch(rows, self.pad_token_id, self.accelerator.device, self.blank)
 
     def spread(self) -> Sequence[Encoded]:
-        """Return as many examples as a step has, in equal distances over the data."""
+        """Return as many examples as a step has, evenly spread over the data."""
         count = self.config.global_batch_size or len(self.examples)
         return self.examples[:: max(len(self.examples) // count, 1)][:count]
 

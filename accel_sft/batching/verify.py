@@ -23,7 +23,7 @@ from accel_sft.models.prefix_attention import install
 
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
 RANDOM_TOKENS = 512
-"""Number of tokens that two equal forwards are compared on to detect randomness: enough for random experts to show."""
+"""Number of tokens on which two equal forwards are compared to detect randomness; enough to reveal random routing."""
 HEAD_TOKENS = 256
 """Number of tokens whose full logits are computed to check the heads."""
 TOLERANCE, REDUCED_TOLERANCE = 1e-3, 0.25
@@ -33,21 +33,21 @@ ROUNDING, REDUCED_ROUNDING = 1e-5, 1e-2
 """Without randomness, a token's loss may differ between two equal forwards by this share of the largest loss, in
 float32 and in reduced precision: a busy machine may round differently."""
 LOOKS = 3
-"""Number of times, at most, that a forward is compared with a changed forward."""
+"""Maximum number of comparisons of a forward with a changed forward."""
 GRADIENT, REDUCED_GRADIENT = 1e-2, 0.25
 """Share by which loss and gradients with a cached prefix may differ from those of padded rows, in float32 and in
 reduced precision. A gradient that misses the prefix differs by far more."""
 NOISE = 4
 """Tolerance, as a multiple of the noise between identical forwards."""
 FEWEST_LOGITS = 1
-"""Maximum number of logits that the head `pieces` holds at once in a check, which so uses the smallest pieces."""
+"""Maximum number of logits that the head `pieces` holds at once in a check: 1 makes the pieces as small as possible."""
 UNLIMITED = 2**31
 """Maximum number of tokens in one forward until a limit is chosen."""
 
 
 def exact_batchings(trial: Trial, also: Sequence[Encoded] = ()) -> tuple[list[Batching], list[str]]:
     """Return the requested layouts that the model computes exactly (at least one), as batchings without a token limit,
-    and a line `layout: reason` for each requested layout that it does not."""
+    and a line `layout: reason` for each requested layout that it does not compute exactly."""
     config, model = trial.config, trial.model
     rows = [*trial.examples, *also]
     row_sets, batchings, reasons = _row_sets(rows), list[Batching](), list[str]()
@@ -172,7 +172,7 @@ def _shortest(examples: Sequence[Encoded]) -> list[Encoded]:
 
 
 def enough(examples: Sequence[Encoded]) -> list[Encoded]:
-    """Of the first CHECKED_AMONG rows, return the shortest: as many as it takes for RANDOM_TOKENS tokens, or all."""
+    """Of the first CHECKED_AMONG rows, return the shortest: as many as have RANDOM_TOKENS tokens together, or all."""
     among = _shortest(examples)
     totals = list(itertools.accumulate(len(row.input_ids) for row in among))
     return among[: bisect.bisect_left(totals, RANDOM_TOKENS) + 1]

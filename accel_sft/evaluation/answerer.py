@@ -83,7 +83,8 @@ class Answerer:
         penalties = left_out(self.model.generation_config)
         if self.generator.sampling.repetition_penalty != GREEDY.repetition_penalty:
             penalties.pop("repetition_penalty", None)
-        line = f"generation_config.json: {', '.join(penalties)}: not applied, as in the run's evaluations"
+        names = ", ".join(penalties)
+        line = f"the penalties of generation_config.json ({names}) are not applied, as in the run's evaluations"
         return [*self.rendering.notes, *([line] if penalties else [])]
 
     def encode(self, prompt: Prompt, max_new_tokens: int, index: int = 0) -> Encoded:
@@ -95,7 +96,7 @@ class Answerer:
             text = self.rendering.prompt(prompt.turns, images, prompt.tools)
             (ids,) = self.rendering.control.ids([self.images.prompt(images, text, "prompt") if images else text])
         if not ids:
-            raise UserError("prompt: there are no tokens to read; write a text, or check the chat template")
+            raise UserError("prompt: it has no tokens; write a text, or check the chat template")
         if problem := vocabulary_problem(self.weights, self.settings, max(ids)):
             raise UserError(problem)
         longest = getattr(self.settings, "max_position_embeddings", None)

@@ -18,7 +18,7 @@ READ_TOKENS = 1024
 ADMITTED_AT = 16
 """New rows are read once at least 1 / ADMITTED_AT of the places is free; reading them sooner would make more groups."""
 MOST_GROUPS = 8
-"""Maximum number of groups. Attention is computed for each group: more groups need less padding, but more kernels."""
+"""Maximum number of groups. Attention runs once per group: more groups mean less padding, but more kernel calls."""
 
 GROWTH = 32
 """Number of tokens by which a KV cache grows; growing it for every token would copy the whole cache each time."""
@@ -170,7 +170,7 @@ class Attention:
         self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
         """Attention of one query per row. One matrix product serves all rows, so that the prefix is read from memory
-        once per token, and not once per row."""
+        once, and not once per row."""
         count, heads, size = query.shape
         query = (query * (size**-0.5 if scaling is None else scaling)).reshape(count, key.shape[1], -1, size)
         before = self.before.get(index)

@@ -72,8 +72,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 class Endpoint:
     """A server and the model that answers there. Only `--url` is contacted, and nothing but prompts is sent.
 
-    Without `model`, the server's only model answers. `key_from` names the environment variable of the key; by default
-    it is KEY, which need not be set.
+    Without `model`, the server's only model answers. Without `key_from`, the key is taken from the environment variable
+    ACCEL_SFT_API_KEY, if it is set.
     """
 
     def __init__(self, url: str, model: str | None, key_from: str | None = None, timeout: float = 600) -> None:

@@ -30,7 +30,7 @@ from accel_sft.tracking.system import peak_memory_gib
 MET_EVERY = 32
 """Number of forwards between two meetings of the ranks, where a signal to end the evaluation reaches all of them."""
 FEWEST_ROWS, MOST_ROWS, CACHED_TOKENS = 64, 256, 16384
-"""Without a batch size, as many rows as the KV cache holds in CACHED_TOKENS, within FEWEST_ROWS and MOST_ROWS."""
+"""Without a batch size, a batch has as many rows as have CACHED_TOKENS, but FEWEST_ROWS to MOST_ROWS rows."""
 SHORTEST_PREFIX = 8
 """Prompts share a common prefix only if it has at least this many tokens; sharing a shorter one saves nothing."""
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
@@ -239,8 +239,8 @@ class Generator:
         return [*logits_of.values()]
 
     def _reason_unpadded(self, examples: Sequence[Encoded]) -> str | None:
-        """Why prompts cannot be padded at the left: predictions differ from single prompts'; None if they do not.
-        Recurrent layers, for example, may read padding as text."""
+        """Why prompts cannot be padded: predictions for left-padded prompts differ from those for single prompts. None
+        if they agree. Recurrent layers, for example, may read padding as text."""
         ordered = sorted(examples, key=lambda example: (-example.prompt_length, example.index))
         rows = [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
         if rows[0].prompt_length == rows[-1].prompt_length:

@@ -21,7 +21,7 @@ _IMAGE = "<image>"
 
 
 def read_prompts(file: str, system: str | None) -> tuple[list[Prompt], list[str]]:
-    """The conversations of a file, and each one's file and line for messages. A `.json` or `.jsonl` file has rows with
+    """The conversations of a file, and the place of each, for error messages. A `.json` or `.jsonl` file has rows with
     `messages` or `prompt`; other files have a prompt on each non-blank line. `system` is the default system message."""
     if Path(file).suffix in (".json", ".jsonl"):
         rows = read_rows(file, _parse)

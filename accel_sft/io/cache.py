@@ -31,7 +31,7 @@ def folder() -> Path:
 
 
 def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
-    """Return an entry's folder and its `about` (see `publish`); None if it is absent, damaged (logged) or not ours."""
+    """Return an entry's folder and its `about` (see `publish`); None if absent, damaged (logged) or another user's."""
     path = folder() / kind / key
     try:
         if not path.is_absolute() or not path.exists() or not _is_mine(path.parent):

@@ -1,4 +1,4 @@
-"""Writes exported configurations so that libraries with different keys, such as transformers 4, read the same."""
+"""Writes exported configurations so that libraries with other keys, such as transformers 4, read the same values."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -19,7 +19,7 @@ PAGE_MARK = '<meta name="generator" content="accel-sft '
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the file `path` by `text`; if the process or the machine dies, it is either the old or the new file."""
+    """Write `text` to the file `path`; if the process or the machine dies, this is either the old or the new file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")

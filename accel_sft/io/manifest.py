@@ -50,7 +50,7 @@ def about(folder: Path) -> dict[str, Any]:
 
 
 def identity(folder: Path) -> str | None:
-    """SHA-256 of the folder's manifest, which changes with any of its files; None if it cannot be read."""
+    """SHA-256 of the folder's manifest, which changes with any file of the folder; None if it cannot be read."""
     try:
         return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
     except OSError:
@@ -68,7 +68,7 @@ def paths(folder: Path) -> list[Path]:
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Check every byte of the folder, and return the `about` that was given to `write`; raises Damaged."""
+    """Check every byte of the folder, and return the `about` that was given to `write`; Damaged if a file differs."""
     content = _content(folder)
     if extra := sorted({*_names(folder)} - content["files"].keys() - {MANIFEST}):  # e.g. copied from elsewhere
         raise Damaged(f"{extra[0]} is not in {MANIFEST}: accel_sft did not write this file; remove it")

@@ -97,8 +97,8 @@ class RunDir:
 
     @classmethod
     def choice_in(cls, model: str, *, train: bool = False) -> list[str]:
-        """A note (in a list) that says which weights `weights_in` returns or, with `train`, which weights training from
-        the run starts from; [] if the run does not have both best/ and final/."""
+        """A note (in a list) that says which weights `weights_in` returns or, with `train`, with which weights a
+        training from this run starts; [] if the run does not have both best/ and final/."""
         run = cls(expanded(model))
         if not (run.record.is_file() and run.best.is_dir() and run.final.is_dir()):
             return []

@@ -13,7 +13,7 @@ MISSING_VALUES = {
     *("nan", "NaN", "-nan", "NaT", "None", "null", "NULL", "(null)", "undefined", r"\N", "<NA>", "#N/A", "#NA"),
     *("<noinput>", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!"),
 }
-"""What programs write for a missing value: the whole text of a field, or the last line of an Alpaca row's question."""
+"""Texts that programs write for a missing value, as a whole field or as a question's last line (Alpaca's input)."""
 _MARKUP = re.compile(r"[&<>|*`\\~$]|(?<![^\W_])_|_(?![^\W_])|(?<=\])[(\[:]")
 """Markup that has an effect in a cell; an underscore within a word has none, nor a bracket without a link target."""
 

@@ -1,6 +1,6 @@
 """Predicts a job's memory by phase and component in closed form: without measuring anything, and without torch.
 
-On a GPU, the allocator reuses freed memory, so a phase needs what is held at its fullest moment. On a CPU, the trainer
+On a GPU, the allocator reuses freed memory, so a phase needs as much as it holds at its peak. On a CPU, the trainer
 makes glibc keep freed blocks of up to 32 MiB (launch/environment.py): memory that a forward, the building of an
 engine or an exchange took once stays resident, and the phases add up. benchmarks/plan_accuracy.py measured what stays.
 """
@@ -22,7 +22,7 @@ CUDA_BYTES = GIB
 which took 0.53 to 0.67 GiB on A100s (NVIDIA/nccl issue 964)."""
 GAPS = 0.08
 """Share of a step's transient memory that torch's GPU allocator loses to gaps and rounding, with expandable segments
-on. Without such segments, published measurements are 0.08 to 0.41."""
+on. Without such segments, other people measured 0.08 to 0.41."""
 PROCESS_BYTES = {"ddp": 1.5 * GIB, "deepspeed": 1.7 * GIB}
 """Resident bytes of a GPU's rank before its model is loaded, by backend: Python, torch, CUDA's libraries."""
 CPU_BYTES = 0.4 * GIB

@@ -1,5 +1,5 @@
 """Computes the bytes of weights, gradients and AdamW's state on each rank's device and in host memory, for DeepSpeed
-0.19.8, DDP and FSDP2. The formulas follow these libraries' code, and were measured (benchmarks/plan_accuracy.py).
+0.19.8, DDP and FSDP2. The formulas follow these libraries' code, and were measured by benchmarks/plan_accuracy.py.
 
 P is the number of all parameters, T of the trained ones, N of the ranks; e is the bytes of one element in the computing
 type. Where DeepSpeed's own estimators give different numbers, a docstring says why.
@@ -16,7 +16,7 @@ MASTER, MOMENTS, FLOAT32, AVERAGE = 4, 8, 4, 4
 """Bytes per trained parameter: its float32 copy, AdamW's two moments, its gradient in float32 for AdamW, and its
 average (`--ema-decay`)."""
 _TRAINERS_BUCKET, _ZERO_BUCKET = 2e8, 5e8
-"""Elements of a reduce bucket: set by launch/accelerator.py for stages 1 and 2, and DeepSpeed's default."""
+"""Elements of a reduce bucket: the number set by launch/accelerator.py for stages 1 and 2, and DeepSpeed's default."""
 _MAX_LIVE, _PREFETCH, _SUB_GROUP = 1e9, 5e7, 1e9
 """DeepSpeed's defaults at stage 3, in elements."""
 _SWAP_BUFFERS = 5 * 1e8
@@ -195,7 +195,7 @@ def _stage_3(job: Job) -> tuple[Placed, Placed]:
 
 
 def _stays(job: Job, share: float) -> float:
-    """Elements of a rank's part that Twin-Flow updates on the device: whole sub-groups, of which vectors form one."""
+    """Elements of a rank's part that Twin-Flow updates on the device: whole sub-groups; all vectors form one."""
     if job.on_cpu:  # the host's Adam steps everything
         return 0.0
     size = _zero(job, "sub_group_size", _SUB_GROUP)

@@ -36,13 +36,13 @@ def model_card(
         prompt_end: text that follows the chat template's text in prompts.
         left_out: arguments of `generate` that switch off the base model's penalties, as in the run's evaluations.
         settings: the run's options; the card omits those that only say how the run was executed.
-        asked: the part of the run's record that says how to prompt the model; the card keeps it with copied weights.
+        asked: the part of the run's record that says how to prompt the model; in the card, it stays with the weights.
         shown: values that the template shows unchanged.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base_model) and not Path(base_model).exists()
-    text_model = model_class == "AutoModelForCausalLM"  # peft has an Auto class for no other class
+    text_model = model_class == "AutoModelForCausalLM"  # peft has an Auto class only for these models
     metadata = ModelCardData(
         base_model=base_model if on_hub else None,
         library_name="transformers" if adapter == "none" else "peft",

@@ -58,9 +58,9 @@ def comparison_rows(
 ) -> list[tuple[str, str, str, str]]:
     """(what, base, tuned, change) for every number of two flat evaluations: the task's metrics, loss, then costs.
 
-    The change is the verdict of a paired test or, without a test, the difference. Only for the main metric of
-    `result` is it known which number is better. Costs have no change, because both models were measured in one process,
-    whose memory holds more than one model.
+    The change is the verdict of a paired test or, without a test, the difference. Which number is better is known
+    only for the main metric of `result`. Costs have no change, because both models were measured in one process, whose
+    memory holds more than one model.
     """
     keys = [key for key in dict.fromkeys([*after, *before]) if is_number(after.get(key, before.get(key)))]
     keys.sort(key=lambda key: ([*COSTS].index(key) + 2) if key in COSTS else key == "eval_loss")

@@ -250,7 +250,7 @@ def test_left_out_penalties_of_the_base_are_named(tiny, tmp_path):
     settings |= {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3}
     (folder / "generation_config.json").write_text(json.dumps(settings))
     (note,) = answerer(folder).notes
-    assert "generation_config.json: repetition_penalty, no_repeat_ngram_size: not applied" in note
+    assert "generation_config.json (repetition_penalty, no_repeat_ngram_size) are not applied" in note
     (note,) = answerer(folder, Sampling(repetition_penalty=1.3)).notes
     assert "config.json: no_repeat_ngram_size: left out" in note
     assert answerer(tiny).notes == []

@@ -165,7 +165,7 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
 
 
 def _unwrapped(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The row with `messages`, of a batch request of OpenAI or made of xLAM's query and calls; else unchanged."""
+    """A row with `messages`, from an OpenAI batch request or made of xLAM's query and calls; else the row itself."""
     body = row.get("body")
     if isinstance(body, dict) and "messages" in body and "messages" not in row:
         return {**{key: value for key, value in row.items() if key != "body"}, **body}

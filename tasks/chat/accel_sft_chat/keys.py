@@ -48,7 +48,7 @@ AS_JSON = "with numbers, lists or objects in place of texts, which are read as J
 
 
 def refused_in(row: Mapping[str, Any]) -> dict[str, str]:
-    """Map each column to refuse to what is expected in its place; some columns are refused only for certain values."""
+    """Maps each refused column to what is expected in its place; some columns are refused only for certain values."""
     refused = {**VIDEOS, **_MASKS, **SWITCHES, **dict.fromkeys(("rejected_response", "rejected_messages"), _SECOND)}
     refused |= {name: _JUDGED for name in ("label", "kto_tag") if isinstance(_in_cell(row.get(name)), bool)}
     for name in _ROW_MARKS:

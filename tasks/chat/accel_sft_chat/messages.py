@@ -260,7 +260,7 @@ def _look_at_part(part: Turn, read: set[str], where: str, remarks: Remarks) -> N
 
 
 def _typed(part: Any) -> Turn | None:
-    """A part of a content, with its type, which Qwen's form leaves out; None if `part` is not a part."""
+    """A part of a content, with its type, which Qwen's form leaves out; None if `part` is something else."""
     if not isinstance(part, dict):
         return None
     if isinstance(part.get("type"), str):

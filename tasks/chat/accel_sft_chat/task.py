@@ -77,7 +77,8 @@ class Chat(Task):
     metric: str = option(
         "f1",
         choices=tuple(METRICS),
-        help="How answers are scored; loss, perplexity: no answer is generated. Raw text is scored by perplexity.",
+        help="How answers are scored; loss, perplexity: no answer is generated. By default, raw text is scored by "
+        "perplexity.",
     )
     regex: str | None = option(None, help="For --metric regex: the pattern whose match must be equal in both answers.")
 

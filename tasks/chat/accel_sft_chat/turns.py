@@ -1,4 +1,4 @@
-"""Makes a conversation of a row's turns that chat templates accept, marks the learnt turns, and notes all changes."""
+"""Makes a row's turns into a conversation that chat templates accept, marks the learnt turns, and notes all changes."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def json_in(text: str) -> Any:
     """The value of a JSON text, read as strictly as rows are.
 
     Raises:
-        ValueError: the text is not JSON, or has what no JSON file can keep: a key twice, NaN or a lone surrogate.
+        ValueError: the text is not JSON, or has a duplicate key, NaN or a lone surrogate, which could not be kept.
     """
     try:
         value = json.loads(text, object_pairs_hook=_object)
