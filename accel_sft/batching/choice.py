@@ -41,7 +41,7 @@ def choose_batching(trial: Trial, before: Batching | None = None, also: Sequence
 
     Args:
         before: the earlier choice of this run, which is used again if it is still exact.
-        also: rows that will use the same layout, but whose work does not count in the choice.
+        also: further rows that the layout must compute exactly; their work does not count in the choice.
     """
     in_sequence = sequence_ranks(trial.accelerator) > 1
     config = dataclasses.replace(trial.config, batching="padded") if in_sequence else trial.config

@@ -79,7 +79,7 @@ def prefixed_rows(sizes: Sequence[int], prefix: int) -> PrefixedRows:
 
 
 def varlen(rows: Sequence[Encoded]) -> Batch:
-    """Rows one after another, with row bounds for FlashAttention."""
+    """A forward of rows that stand one after another, with their bounds for FlashAttention."""
     batch, lengths = in_one_sequence(rows), [len(row.input_ids) for row in rows]
     (bounds,) = _on_device(np.array([0, *np.cumsum(lengths)], dtype=np.int32))
     longest = max(lengths)

@@ -1,7 +1,7 @@
 """`Batching` groups a step's examples into forwards and divides them among the ranks, by layouts.
 
-A layout counts what rows cost and makes their tensors. To add one, put an instance (of a new class, if needed) into
-`LAYOUTS`.
+A layout counts what rows cost and makes their tensors. To add a layout, put its instance (of a new class,
+if needed) into `LAYOUTS`.
 
 `shared` puts the rows of a forward after one copy of their common prefix. Each row sees the prefix and itself, at the
 same positions as if it were alone, so loss and gradient are also the same. Three rows, for example:

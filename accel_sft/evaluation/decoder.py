@@ -64,7 +64,7 @@ class Group:
         width, layers = max(self.width, other.width), {}
         for index in [*self.layers]:
             pairs = zip(self._taken(index), other._taken(index), strict=True)
-            # padded with zeros: uninitialised memory may hold NaN, which a mask does not remove
+            # padded with zeros: uninitialized memory may hold NaN, which a mask does not remove
             fitted = ([pad(part, (0, 0, width - part.shape[2], GROWTH)) for part in pair] for pair in pairs)
             keys, values = (torch.cat(parts) for parts in fitted)
             layers[index] = keys, values

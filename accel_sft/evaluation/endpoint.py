@@ -270,7 +270,7 @@ def _address(url: str) -> str:
     if bad:
         raise UserError(f"--url {one_line(url)}: expected an address such as http://127.0.0.1:8000/v1")
     if "@" in parts.netloc:
-        raise UserError(f"--url: many programs show addresses, so put no key or password in it; export it as {KEY}")
+        raise UserError(f"--url: programs may show it, so put no key or password in it; export the key as {KEY}")
     return url.rstrip("/")
 
 

@@ -40,7 +40,7 @@ def read_prompts(file: str, system: str | None) -> tuple[list[Prompt], list[str]
         raise UserError(f"--file {file}: cannot be read ({cause}); name a file of prompts") from None
     numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
-        raise UserError(f"--file {file}: no prompt in it; write one on each line")
+        raise UserError(f"--file {file}: it has no prompts; write one on each line")
     chats = [Prompt(with_system([{"role": "user", "content": line}], system)) for _, line in numbered]
     return chats, [f"{file}:{number}" for number, _ in numbered]
 

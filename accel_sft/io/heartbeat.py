@@ -41,7 +41,7 @@ def activity_counts() -> bool:
 
 @contextlib.contextmanager
 def exchange() -> Iterator[None]:
-    """Mark a block, or function, in which the main thread waits for other ranks or for a device that waits for them."""
+    """Mark a block, or function, in which the main thread waits for other ranks, directly or through its device."""
     global _waiting
     _waiting += 1
     try:

@@ -21,7 +21,7 @@ from accel_sft.io.files import (
 )
 
 RUNS = "runs"
-"""The folder of runs, unless `--output-dir` names another."""
+"""The folder of runs, unless `--output-dir` names a different one."""
 _RECORD = {"task": str, "config": dict, "task_options": dict}
 """Keys and types of run.json in every version; a file without them is not taken for a run's record."""
 _BEFORE_RECORD = {"result.json", "logs", "base", ".base.partial", ".base.outgoing"}
@@ -34,7 +34,7 @@ def _inside(*names: str) -> property:
 
 @dataclasses.dataclass(frozen=True)
 class RunDir:
-    """The folder `path` of one run; `evaluate --output-dir` makes one with result, report and answers only."""
+    """The folder `path` of one run; `evaluate --output-dir` makes a folder with only result, report and answers."""
 
     path: Path
 

@@ -45,7 +45,7 @@ COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits", "buf
 freed memory that the heap keeps; `overhead`: the process, its libraries, the CUDA context, a GPU allocator's gaps."""
 
 Memory = Mapping[str, Mapping[str, float]]
-"""phase -> component -> bytes. A missing phase or component was not estimated; one that takes no memory is 0."""
+"""phase -> component -> bytes. A missing phase or component was not estimated; a component without memory is 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -142,7 +142,7 @@ class ModelShape:
         return max(size for _, size in self.tensors())
 
     def tensors(self) -> Iterator[tuple[int, int]]:
-        """Yield, for all tensors but vectors, the number of equal tensors and the elements of one of them."""
+        """Yield, for all tensors but vectors, the number of equal tensors and the number of elements of each."""
         yield (1 if self.tied else 2), self.vocab_size * self.hidden_size
         yield from ((count, m.copies * m.inputs * m.outputs) for count, m in self.matrices)
 

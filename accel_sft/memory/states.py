@@ -1,5 +1,5 @@
 """Computes the bytes of weights, gradients and AdamW's state on each rank's device and in host memory, for DeepSpeed
-0.19.8, DDP and FSDP2. The formulas follow these libraries' code, and were measured by benchmarks/plan_accuracy.py.
+0.19.8, DDP and FSDP2. The formulas follow these libraries' code, and were checked by benchmarks/plan_accuracy.py.
 
 P is the number of all parameters, T of the trained ones, N of the ranks; e is the bytes of one element in the computing
 type. Where DeepSpeed's own estimators give different numbers, a docstring says why.

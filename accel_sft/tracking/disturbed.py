@@ -24,7 +24,7 @@ OTHERS_GIB = 1.0
 _LEAST_READINGS = 3
 """Minimum number of marked readings (one per second) in a segment; clock dips and waking daemons are shorter."""
 _LEAST_SHARE = 0.01
-"""A segment has at least this share of the time of all steps; a shorter one does not matter."""
+"""A segment has at least this share of the time of all steps; a shorter segment does not matter."""
 MUCH = 0.1
 """If at least this share of the steps' time is disturbed, the run's speed is not used as this machine's. A smaller
 share, even at half the speed, makes a run about 5% longer; repeated runs on a quiet machine differ by more."""

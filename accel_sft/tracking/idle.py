@@ -1,9 +1,9 @@
 """Warns once if a GPU idles or waits for other ranks in training, and names the likely cause, judged by measurements.
 
-NVML counts the time in which any kernel ran. NCCL's kernels run, and spin, while a rank waits for another: a waiting
-GPU reads 100%. So the processes measure waiting themselves. If a rank finishes its batches and forwards sooner than
-another rank, it waits for that rank in its own backward, at least for the difference. Waiting is not measured under
-ZeRO-3 and FSDP (ranks wait within a forward there), or if ranks share rows.
+NVML counts the time in which any kernel ran. NCCL's kernels run, and spin, while a rank waits for another rank: a
+waiting GPU reads 100%. So the processes measure waiting themselves. If a rank finishes its batches and forwards sooner
+than another rank, it waits for that rank in its own backward, at least for the difference. Waiting is not measured
+under ZeRO-3 and FSDP (ranks wait within a forward there), or if ranks share rows.
 """
 
 import math

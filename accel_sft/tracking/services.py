@@ -20,7 +20,7 @@ FLUSH_SECONDS = 5
 
 
 def tracker_names(setting: str) -> list[str]:
-    """The names in `--tracker`; UserError if one is unknown to Accelerate, or its package is not installed."""
+    """The names in `--tracker`; UserError if Accelerate does not know a name, or its package is missing."""
     names = list(dict.fromkeys(name.strip() for name in setting.split(",") if name.strip() not in ("", "none")))
     missing = {str(kind) for kind in LoggerType} - {str(kind) for kind in get_available_trackers()}
     problems = []

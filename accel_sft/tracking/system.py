@@ -99,7 +99,7 @@ class SystemSampler:
         return percent, memory_gib
 
     def _percent(self, pynvml: Any, handle: Any) -> float:
-        """Return the mean GPU use since the last call. One value says little: calls come at one moment of each step."""
+        """Return the mean GPU use since the last call. One value says little: calls come at one point of a step."""
         with contextlib.suppress(pynvml.NVMLError):  # the driver may keep no samples, or have no new one
             _, samples = pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, self._seen)
             new = [sample.sampleValue.uiVal for sample in samples if sample.timeStamp > self._seen]
@@ -225,8 +225,8 @@ class PhasePeaks:
             self._phase = phase
 
     def largest(self) -> dict[str, float | None]:
-        """This process's largest memory so far in GiB; None for the device without CUDA. Call it, or `begin`, before
-        other code resets the peaks to measure its own."""
+        """This process's largest memory so far in GiB; None for the device without CUDA. Call this, or `begin`, before
+        other code resets the peaks for its own measurement."""
         now = peak_memory_gib(self.device)
         _raise(self._peaks, now)
         if self._phase is not None:

@@ -175,7 +175,7 @@ class Tracker(contextlib.AbstractContextManager):
         last = step if step > 0 else -1
         unreadable, again = self._metrics.rewind(last, evaluated, chain)
         if unreadable:
-            self.log(f"{self._metrics.path}: {unreadable} unreadable lines dropped")
+            self.log(f"{self._metrics.path}: {unreadable} unreadable lines were dropped")
         for samples in self.run_dir.all_answers():
             if step_of(samples) > last - (again is not None):
                 samples.unlink()

@@ -77,7 +77,7 @@ class Math(Task):
         if found:
             return found
         if re.search(r"[0-9+-]\s*$", self.answer_prefix):
-            found.append(f"--answer-prefix {self.answer_prefix!r}: ends like a number; end it with another character")
+            found.append(f"--answer-prefix {self.answer_prefix!r}: ends like a number; end it differently")
         if self.train_file:
             if not self.validation_file:
                 found.append(
@@ -178,7 +178,9 @@ class Math(Task):
             return self._read_unseen(frozenset(held_out))
         numbers = [number for number in range(1, self.max_number + 1) if number not in held_out]
         if not numbers:
-            raise UserError(f"--validation-file {self.validation_file}: has every number up to {self.max_number}")
+            raise UserError(
+                f"--validation-file {self.validation_file}: it has all numbers up to {self.max_number}; remove some"
+            )
         draw = _random(self, "train")
         rows = _BuiltIn()
         while len(rows) < self.train_examples:

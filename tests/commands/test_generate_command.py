@@ -160,7 +160,7 @@ def test_prompts_are_lines_or_rows_and_bad_ones_are_named(tmp_path):
     rows.write_text(json.dumps({"messages": own}) + "\n" + json.dumps({"prompt": "7="}))
     turns = [system, {"role": "user", "content": "7="}]
     assert read_prompts(str(rows), "Sum.")[0] == [(own, (), None), (turns, (), None)]
-    for content, problem in ((b"\n", "no prompt in it"), (b"\xff", "not UTF-8")):
+    for content, problem in ((b"\n", "it has no prompts"), (b"\xff", "not UTF-8")):
         lines.write_bytes(content)
         with pytest.raises(UserError, match=problem):
             read_prompts(str(lines), None)

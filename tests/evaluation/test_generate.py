@@ -173,7 +173,7 @@ def test_questions_without_a_common_prefix_are_answered_alike(tiny, tokenizer, e
     bare = [Encoded(row.index, row.input_ids[row.index :], row.prompt_length - row.index) for row in examples]
     expected = end_early(model, tokenizer, bare)
     answers, generator = generated(model, tokenizer, bare)
-    assert generator.message == "answers: each prompt is computed whole"
+    assert generator.message == "answers: each prompt is computed in full"
     assert answers == expected
 
 

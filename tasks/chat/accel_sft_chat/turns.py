@@ -23,8 +23,8 @@ class Dialogue(NamedTuple):
     """One row as the task gives it to the trainer.
 
     Attributes:
-        prompt: the turns before the first learnt one.
-        answered: the turns from the first to the last learnt one; an assistant turn that is not learnt has weight 0.
+        prompt: the turns before the first learnt turn.
+        answered: the turns from the first to the last learnt turn; an assistant turn that is not learnt has weight 0.
         tools: the schemas of tools; None if there are none.
         variables: variables that the row sets in the chat template; None without any.
     """

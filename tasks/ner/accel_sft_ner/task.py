@@ -47,9 +47,9 @@ class Ner(Task):
         for field in dataclasses.fields(self):
             if from_files and field.name in _OF_BUILT_IN and getattr(self, field.name) != field.default:
                 flag = "--" + field.name.replace("_", "-")
-                found.append(f"{flag}: is only for the built-in sentences; leave it out with --train-file")
+                found.append(f"{flag}: this is only for the built-in sentences; leave it out with --train-file")
         if self.allow_overlap and not from_files:
-            found.append("--allow-overlap: is only for files; the built-in sentences never overlap")
+            found.append("--allow-overlap: this is only for files; built-in sentences never overlap. Leave it out")
         return found
 
     def dataset(self, split: str) -> Sequence[Sentence]:
