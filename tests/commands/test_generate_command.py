@@ -304,7 +304,7 @@ def test_a_talk_streams_remembers_is_interrupted_and_begins_anew(endless):
         interrupt()
         until(r"\[cut after \d+ tokens\]\r\n> ")
         say("x" * 200)  # in one conversation with what was said before
-        until(r"exceed the model's limit of 4,096.*starts a new conversation\r\n> ".replace(" ", r"\s+"))
+        until(r"exceed the model's limit of 4,096[^>]*new conversation\r\n> ".replace(" ", r"\s+"))
         os.write(terminal, b"31\xff=\n")
         until(r"expected UTF-8 text without lone.*\r\n(.*\r\n)?> ")
         say("/unknown")
