@@ -60,7 +60,7 @@ def comparison_rows(
 
     The change is the verdict of a paired test or, without a test, the difference. Which number is better is known
     only for the main metric of `result`. Costs have no change, because both models were measured in one process, whose
-    memory holds more than one model.
+    memory holds more than the measured model.
     """
     keys = [key for key in dict.fromkeys([*after, *before]) if is_number(after.get(key, before.get(key)))]
     keys.sort(key=lambda key: ([*COSTS].index(key) + 2) if key in COSTS else key == "eval_loss")
