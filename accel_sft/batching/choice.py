@@ -30,7 +30,7 @@ GPU_TOKENS = tuple(2**power for power in range(10, 18))
 ALIKE = 0.03
 """Work that differs by less than this share counts as equal."""
 CPU_FORWARD_TOKENS, FORWARD_TOKENS = 64, 1024
-"""Fixed cost, in tokens, of a forward and its backward. The cost on a CPU is for each thread, as all threads wait."""
+"""Fixed cost of a forward and its backward, in tokens: per thread on a CPU (all threads wait), and in all on a GPU."""
 USUAL_WIDTH = 1024
 """Hidden size assumed of a model whose configuration does not name it."""
 
@@ -40,8 +40,8 @@ def choose_batching(trial: Trial, before: Batching | None = None, also: Sequence
     tokens go into one forward. Also returns a line for the log. Random state and gradients do not change.
 
     Args:
-        before: this run's earlier choice, which is used again if it is still exact.
-        also: rows that will use the same layout, but whose work does not count in the choice.
+        before: the earlier choice of this run, which is used again if it is still exact.
+        also: further rows that the layout must compute exactly; their work does not count in the choice.
     """
     in_sequence = sequence_ranks(trial.accelerator) > 1
     config = dataclasses.replace(trial.config, batching="padded") if in_sequence else trial.config
@@ -59,13 +59,13 @@ def choose_batching(trial: Trial, before: Batching | None = None, also: Sequence
         batching, why = least_work(trial, candidates), f", the least work of {len(candidates)} sizes"
     size = f"{batching.rows} examples" if batching.rows else f"{batching.tokens:,} tokens"
     what = WHAT[batching.layout] + (", in a cache" if batching.way.behind_cache else "")
-    line = f"batching {batching.layout} ({what}), up to {size} a forward{why}"
+    line = f"batching {batching.layout} ({what}), up to {size} per forward{why}"
     return batching, "; ".join([line, *(f"not {reason}" for reason in reasons)])
 
 
 def least_work(trial: Trial, candidates: Sequence[Batching]) -> Batching:
-    """The layout with the least work for a step (of equal layouts, the first), in the smallest size whose work is at
-    most the share ALIKE above the least."""
+    """The layout with the least work for a step (the first of several with equal work), in the smallest size whose work
+    exceeds the least work by at most the share ALIKE."""
     works = {batching: _work(trial, batching) for batching in candidates}
     least = min(candidates, key=works.__getitem__)
     alike = [b for b in candidates if dataclasses.replace(b, tokens=least.tokens) == least]
@@ -81,8 +81,8 @@ def _work(trial: Trial, batching: Batching) -> float:
 
 
 def fitting(trial: Trial, exact: Sequence[Batching]) -> list[Batching]:
-    """The exact batchings in every size whose estimate fits into the memory of all ranks' GPUs, or in the smallest size
-    if none fits or there is no estimate. On CPUs, they have the CPU sizes of their layouts."""
+    """On GPUs, the exact batchings in every size whose estimated memory fits on all ranks, or in the smallest size if
+    none fits or there is no estimate. On CPUs, the exact batchings in the sizes that their layouts have for CPUs."""
     if math.isinf(free_bytes(trial.accelerator.device)):
         return [
             dataclasses.replace(batching, tokens=tokens) for batching in exact for tokens in batching.way.cpu_tokens
@@ -101,7 +101,7 @@ def _room(trial: Trial) -> float:
 
 
 def _expected_bytes(trial: Trial, batching: Batching) -> float:
-    """Bytes for a forward and backward of `batching.tokens` tokens, with rows like those of a step's largest one."""
+    """Bytes for a forward and backward of `batching.tokens` tokens, with rows like those of the largest forward."""
     assert trial.job
     forwards = itertools.chain(*batching.divide(trial.spread(), row_groups(trial.accelerator)[0]))
     largest = max(filter(None, forwards), key=batching.way.tokens_in)
@@ -122,12 +122,12 @@ def _expected_bytes(trial: Trial, batching: Batching) -> float:
 
 
 def recorded(settings: Sequence[str], batching: Batching) -> dict[str, Any]:
-    """The record in a checkpoint and in the run's folder; settings are `--batching` and `--micro-batch-size`."""
+    """A record for checkpoints and the run's folder; `settings`: values of `--batching` and `--micro-batch-size`."""
     return {"asked": list(settings), "chosen": dataclasses.asdict(batching)}
 
 
 def restored(record: dict[str, Any] | None, settings: Sequence[str]) -> Batching | None:
-    """The recorded batching; None if the settings have changed, or if this version does not know it."""
+    """The recorded batching; None if the settings have changed, or if this version of the package cannot read it."""
     if not record or record.get("asked") != list(settings):
         return None
     try:
@@ -139,20 +139,20 @@ def restored(record: dict[str, Any] | None, settings: Sequence[str]) -> Batching
 def write(
     accelerator: Accelerator, run_dir: RunDir, settings: Sequence[str], batching: Batching, job: list[Any]
 ) -> None:
-    """Record a run's choice, so that a run killed before its first checkpoint resumes with it. `job`, which is written
-    as JSON, identifies what the choice depends on besides the launch."""
+    """Record a run's choice, so that a run killed before its first checkpoint resumes with the same batching. `job`
+    (written as JSON) identifies everything but the launch that the choice depends on."""
     record = {**recorded(settings, batching), "layout": layout_of(accelerator), "job": job}
     decided_by_main(accelerator, lambda: write_atomically(run_dir.batching, json.dumps(record, indent=2) + "\n"))
 
 
 def read(accelerator: Accelerator, run_dir: RunDir, job: list[Any]) -> dict[str, Any] | None:
-    """The choice that this folder's run recorded for the same job and launch; None if no such record can be read."""
+    """The choice that this folder's run recorded for the same job and launch; None without a readable record of it."""
 
     def read_record() -> dict[str, Any] | None:
         try:
             text = run_dir.batching.read_text(encoding="utf-8") if run_dir.batching.is_file() else "null"
             record = json.loads(text)
-        except (OSError, ValueError):  # damaged record: choose again, and log it
+        except (OSError, ValueError):  # a damaged record: choose again
             return None
         current = {"layout": layout_of(accelerator), "job": job}
         return record if isinstance(record, dict) and current.items() <= record.items() else None

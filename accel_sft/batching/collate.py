@@ -1,4 +1,4 @@
-"""Makes the tensors of one forward: rows in one sequence after a shared prefix, or padded in a batch.
+"""Makes the tensors of one forward: its rows stand in one sequence after a shared prefix, or in a padded batch.
 
 Tensors are made on the current device; set it by `with device:` around a call.
 """
@@ -27,7 +27,7 @@ class Batch:
         targets: token ids to predict, in the order of `keep`, (E,).
         head: name in `loss.HEADS` of the function that computes logits and loss.
         most_logits: maximum number of logits that the head `pieces` holds at once; None: MOST_LOGITS.
-        prefix: ids (1, P) of tokens that are read into a cache before the rows, and that `input_ids` therefore lacks.
+        prefix: ids (1, P) of tokens that are read into a cache before the rows; `input_ids` does not have them.
     """
 
     inputs: dict[str, Any]
@@ -44,8 +44,8 @@ def empty(pad_token_id: int) -> Batch:
 
 
 def in_one_sequence(rows: Sequence[Encoded], prefix: int = 0) -> Batch:
-    """A forward of one sequence: the first `prefix` tokens, which all rows share and which predict no target, then each
-    row's own tokens. Nothing separates the rows yet."""
+    """A forward of one sequence: the first `prefix` tokens, which all rows share and which predict no target, then the
+    remaining tokens of each row. The arguments do not separate the rows yet."""
     own = np.array([len(row.input_ids) for row in rows]) - prefix
     ends = prefix + own.cumsum()
     total = ends[-1]
@@ -63,15 +63,15 @@ def in_one_sequence(rows: Sequence[Encoded], prefix: int = 0) -> Batch:
 def row_by_row(rows: Sequence[Encoded], prefix: int) -> Batch:
     """A forward in one sequence, with the arguments that make attention run row by row."""
     batch = in_one_sequence(rows, prefix)
-    if len(rows) > 1:  # plain causal attention serves a single row
+    if len(rows) > 1:  # for a single row, plain causal attention is right
         batch.inputs["rows"] = prefixed_rows([len(row.input_ids) - prefix for row in rows], prefix)
-        # a placeholder: a model that is given a mask makes none. Verification detects a model that ignores `rows`.
+        # a placeholder: a model that is given a mask makes none. verify.py detects a model that ignores `rows`.
         batch.inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     return batch
 
 
 def prefixed_rows(sizes: Sequence[int], prefix: int) -> PrefixedRows:
-    """Where rows lie in one sequence after their prefix; `sizes` has each row's number of own tokens."""
+    """Where rows lie in one sequence after their prefix; `sizes` has each row's number of tokens after the prefix."""
     own, step = np.array(sizes)[:, None], np.arange(max(sizes))
     begins = np.cumsum(sizes)[:, None] - own
     (back,) = (step < own).ravel().nonzero()
@@ -79,7 +79,7 @@ def prefixed_rows(sizes: Sequence[int], prefix: int) -> PrefixedRows:
 
 
 def varlen(rows: Sequence[Encoded]) -> Batch:
-    """Rows one after another, with row bounds for FlashAttention."""
+    """A forward of rows that stand one after another, with their bounds for FlashAttention."""
     batch, lengths = in_one_sequence(rows), [len(row.input_ids) for row in rows]
     (bounds,) = _on_device(np.array([0, *np.cumsum(lengths)], dtype=np.int32))
     longest = max(lengths)
@@ -88,10 +88,10 @@ def varlen(rows: Sequence[Encoded]) -> Batch:
 
 
 def padded(rows: Sequence[Encoded], pad_token_id: int, blank: Encoded | None = None) -> Batch:
-    """A forward of a batch of rows, padded at the right. It also reads the rows' images.
+    """A forward of a batch of rows, padded at the right, with the rows' images.
 
-    A `blank` image is put after the shortest row's last token, where no token that predicts a target sees it; this
-    connects the forward to the image layers, with a gradient of zero.
+    A `blank` image goes after the shortest row's last token, where no token that predicts a target sees it. It connects
+    the forward to the image layers, with a gradient of zero.
     """
     ids, images = [row.input_ids for row in rows], [row.images for row in rows]
     if blank:
@@ -107,7 +107,7 @@ def padded(rows: Sequence[Encoded], pad_token_id: int, blank: Encoded | None = N
         for span in row.learnt:
             keep[number, span.start - 1 : span.stop - 1] = True
             targets += row.input_ids[span.start : span.stop]
-    if not targets:  # the rows are a blank image alone: one logit connects the loss, which is zero, to the weights
+    if not targets:  # there is only a blank image: one logit connects the loss, which is zero, to the weights
         keep[0, 0] = True
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
     if pictured := next(filter(None, images), None):
@@ -136,7 +136,7 @@ def _tensors(inputs: dict[str, np.ndarray], keep: np.ndarray, targets: np.ndarra
 
 
 def _on_device(*arrays: np.ndarray) -> list[torch.Tensor]:
-    """The arrays as tensors on the current device. A GPU copies them from pinned memory, so the host need not wait."""
+    """The arrays as tensors on the current device. For a GPU they are copied from pinned memory, without waiting."""
     device = torch.empty(0).device
     tensors = map(torch.from_numpy, arrays)  # on the CPU, whatever the current device is
     if device.type == "cuda":
@@ -145,7 +145,7 @@ def _on_device(*arrays: np.ndarray) -> list[torch.Tensor]:
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A pinned copy, or the tensor itself if no memory can be pinned: that error would look like GPU out-of-memory."""
+    """A pinned copy, or the tensor itself if no memory can be pinned; the error would look like GPU out-of-memory."""
     try:
         return tensor.pin_memory()
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Recognises that a device is out of memory, and says how much of it torch may still allocate."""
+"""Recognizes out-of-memory errors of devices, and says how much device memory torch may still allocate."""
 
 import math
 from collections.abc import Callable
@@ -22,11 +22,11 @@ _NO_MEMORY = (
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
 )
 LEFT_FREE = 0.2
-"""Share of the device's free memory that an estimate leaves unused."""
+"""Share of a device's free memory that stays unused when a size is chosen by an estimate."""
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether the error means that a device is out of memory; libraries below torch use various messages."""
+    """Whether the error means that a device is out of memory; the libraries that torch calls use various messages."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
@@ -41,7 +41,7 @@ def done_within_memory(work: Callable[[], None], rows: int, *, alone: bool) -> b
     except RuntimeError as error:
         if not (alone and rows > 1 and out_of_memory(error)):
             raise
-    # not in the `except` block, where the exception's frames still hold the failed forward's tensors
+    # not in the `except` block: there, the exception's frames still hold the tensors of the failed forward
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     print(wrapped(f"out of device memory with {rows} rows at once: computing them in halves"), file=terminal())
@@ -49,7 +49,7 @@ def done_within_memory(work: Callable[[], None], rows: int, *, alone: bool) -> b
 
 
 def in_halves(work: Callable[[list[Row]], list[Result]], rows: list[Row], *, alone: bool) -> list[Result]:
-    """The results of `work` on the rows: on all or, if device memory runs out, on one half and then on the other."""
+    """The results of `work` on all rows or, if device memory runs out, on the first half and then on the second."""
     results: list[Result] = []
     if done_within_memory(lambda: results.extend(work(rows)), len(rows), alone=alone):
         return results
@@ -58,7 +58,7 @@ def in_halves(work: Callable[[list[Row]], list[Result]], rows: list[Row], *, alo
 
 
 def forwards_alone(accelerator: Accelerator) -> bool:
-    """Whether a rank's forward needs no other rank: ranks share no weights, no row's tokens and no matrices."""
+    """Whether a rank's forward needs no other rank: ranks share no weights, matrices or tokens of a row."""
     if sequence_ranks(accelerator) > 1 or tensor_ranks(accelerator) > 1:
         return False
     if plugin := accelerator.state.deepspeed_plugin:

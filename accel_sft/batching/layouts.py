@@ -1,10 +1,10 @@
 """`Batching` groups a step's examples into forwards and divides them among the ranks, by layouts.
 
-A layout counts what rows cost and makes their tensors. To add one, put an instance (of a new class, if needed) into
-`LAYOUTS`.
+A layout counts what rows cost and makes their tensors. To add a layout, put its instance (of a new class,
+if needed) into `LAYOUTS`.
 
 `shared` puts the rows of a forward after one copy of their common prefix. Each row sees the prefix and itself, at the
-same positions as if it were alone, so loss and gradient are also the same:
+same positions as if it were alone, so loss and gradient are also the same. Three rows, for example:
 
     system prompt, "Split "  -+- "1234=", "12 + 1222"        16 tokens instead of 30
                               +- "1234=", "34 + 1200"
@@ -35,16 +35,16 @@ from accel_sft.models.architecture import arguments, cache_argument, limited_lay
 from accel_sft.models.prefix_attention import installed
 
 FILLED = 2
-"""In one-sequence layouts only attention pads rows to the longest row. Counted with this padding, a forward may have up
-to this many times its token limit."""
+"""In one-sequence layouts, only attention pads rows to the longest row. With this padding, a forward may have up to
+FILLED times as many tokens as its limit."""
 
 
 class Layout(abc.ABC):
     """How the rows of one forward are laid out.
 
     Attributes:
-        name: a value of `--batching`. Rows of `shared` share tokens, and with them dropout masks.
-        attention: how attention separates the rows, as a batching's record names it.
+        name: a value of `--batching`. Rows of `shared` share tokens, and so the dropout masks of these tokens.
+        attention: name of how attention separates the rows, for the record of a batching.
         implementation: pattern for the names of transformers' attention functions that can separate rows in this way.
         one_sequence: whether all rows are in one sequence, in which they must not see each other.
         cpu_tokens: sizes of a forward, in tokens, to choose from on a CPU.
@@ -60,18 +60,18 @@ class Layout(abc.ABC):
         self.name = name
 
     def refusal(self, model: Any, row_sets: Sequence[Sequence[Encoded]]) -> str | None:
-        """Why the model, as configured, cannot take such rows in this layout; None if it can."""
+        """Why the model, as configured, cannot compute these rows in this layout; None if nothing rules it out."""
         implementation = str(getattr(model.config, "_attn_implementation", None))
         if not fnmatch.fnmatchcase(implementation, self.implementation):
             return f"attention {implementation} cannot keep rows apart"
         if "position_ids" not in arguments(model):
-            return "the model takes no positions"
+            return "the model does not accept position_ids"
         limited = limited_layers(model, max(map(_longest, row_sets)))
         return f"the model has layers without full attention ({limited})" if limited else None
 
     def prefix(self, examples: Sequence[Encoded]) -> int:
-        """Number of tokens that the forward has only once: a beginning that all rows share and that predicts no
-        target."""
+        """Number of tokens that all rows begin with and that predict no target; the forward has only one copy of these
+        tokens."""
         if self.name != "shared" or len(examples) < 2:
             return 0
         first_target = max(min(example.spans[0][0] for example in examples), 1)
@@ -82,12 +82,12 @@ class Layout(abc.ABC):
         return sum(len(example.input_ids) for example in examples) - self.prefix(examples) * max(len(examples) - 1, 0)
 
     def attended_pairs(self, examples: Sequence[Encoded]) -> int:
-        """Number of query-key pairs that attention computes in a forward, rows padded to the longest."""
+        """Number of query-key pairs that attention computes in a forward, with rows padded to the longest row."""
         longest, prefix = _longest(examples), self.prefix(examples)
         return prefix**2 + len(examples) * (longest - prefix) * longest
 
     def copied_keys(self, examples: Sequence[Encoded]) -> int:
-        """Number of keys that a layer's attention copies if there are no kernels (models/cascade.py)."""
+        """Number of keys that a layer's attention copies if the kernels of models/cascade.py cannot be used."""
         return len(examples) * _longest(examples) if self.prefix(examples) else 0
 
     @abc.abstractmethod
@@ -96,7 +96,7 @@ class Layout(abc.ABC):
 
 
 class RowByRow(Layout):
-    """Rows one after another, after their prefix; attention runs row by row."""
+    """Rows stand one after another, after their prefix; attention runs row by row."""
 
     attention, implementation = "rows", "sdpa"
 
@@ -107,9 +107,9 @@ class RowByRow(Layout):
 
 
 class Varlen(Layout):
-    """Rows one after another, with their bounds for FlashAttention."""
+    """Rows stand one after another; FlashAttention gets the bounds of each."""
 
-    # transformers names kernels of the hub by their repository: kernels-community/flash-attn2
+    # transformers names the hub's kernels by their repository, such as kernels-community/flash-attn2
     attention, implementation = "varlen", "*flash*"
 
     def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
@@ -141,7 +141,7 @@ class Causal(Padded):
 
     def refusal(self, model: Any, row_sets: Sequence[Sequence[Encoded]]) -> str | None:
         pictured = any(row.images for rows in row_sets for row in rows)
-        return "a mask may distinguish an image's tokens from a text's" if pictured else None
+        return "rows have images, for which the model may need a mask" if pictured else None
 
     def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
         batch = super().collate(examples, pad_token_id)
@@ -150,13 +150,13 @@ class Causal(Padded):
 
 
 class Cached(Causal):
-    """Padded rows that continue from a cache of the forward's prefix, in attention layers and stateful layers alike."""
+    """Padded rows that continue from a cache of the forward's prefix; the cache covers stateful layers too."""
 
     attention, behind_cache = "cache", True
     cpu_tokens = (512, *Layout.cpu_tokens)
 
     def refusal(self, model: Any, row_sets: Sequence[Sequence[Encoded]]) -> str | None:
-        return None if cache_argument(without_adapter(model).forward) else "the model takes no cache"
+        return None if cache_argument(without_adapter(model).forward) else "the model does not accept a cache"
 
     def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
         if not (prefix := self.prefix(examples)):
@@ -172,7 +172,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Causal("padded"),
     Padded("padded"),
 )
-"""All layouts; of layouts with the same name, a model gets the first that it computes exactly."""
+"""All layouts. If several have the same name, a model gets the first of them that it computes exactly."""
 WHAT = {"shared": "one copy of what rows share", "packed": "rows in one sequence", "padded": "each row by itself"}
 """The layouts in words, for messages."""
 
@@ -184,8 +184,8 @@ def _longest(examples: Sequence[Encoded]) -> int:
 _BY_NAMES = {(layout.name, layout.attention): layout for layout in LAYOUTS}
 
 PAIRS = 6
-"""The attention of this many query-key pairs, times the hidden size, costs as much as one token's linear layers: in a
-layer, a token is multiplied by about 12 width^2 weights, and a pair takes 2 width products."""
+"""Attention to PAIRS * width query-key pairs (width: the hidden size) costs as much as the linear layers for one token:
+in each layer, a token takes about 12 width^2 multiplications, and a pair takes 2 width."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,8 +245,8 @@ class Batching:
         return alone + [examples[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
     def _least_largest(self, lengths: list[int], prefix: int, count: int) -> list[int] | None:
-        """Ends of at most `count` groups of consecutive rows, the largest as small as possible; None if the rows do not
-        fit."""
+        """Divide consecutive rows into at most `count` groups, the largest as small as possible. Return their ends, or
+        None if the rows do not fit."""
 
         def ends_within(allowed: int) -> list[int] | None:
             ends: list[int] = []
@@ -273,8 +273,8 @@ class Batching:
         return ends_within(sizes[bisect.bisect_left(sizes[:-1], True, key=lambda size: ends_within(size) is not None)])
 
     def work(self, examples: Sequence[Encoded], world_size: int, width: int, forward_cost: float) -> float:
-        """The cost, in tokens, of a step of these examples on the rank with most work; each forward adds
-        `forward_cost`."""
+        """The cost of a step of these examples, in tokens, on the rank with the most work. Each forward adds
+        `forward_cost` tokens."""
         way = self.way
         return max(
             sum(way.tokens_in(rows) + way.attended_pairs(rows) / (PAIRS * width) + forward_cost for rows in forwards)
@@ -284,8 +284,8 @@ class Batching:
     def batch(
         self, examples: Sequence[Encoded], pad_token_id: int, device: torch.device, blank: Encoded | None = None
     ) -> Batch:
-        """The tensors of one forward, which may have no examples. With `blank` (a row with an image), a forward without
-        images still calls the image layers."""
+        """The tensors of one forward, which may have no examples. If `blank` (a row with an image) is given, a forward
+        without images also calls the image layers."""
         pictured = any(row.images for row in examples)
         assert self.layout == "padded" or not (pictured or blank), "rows with images are padded"
         with device:

@@ -1,4 +1,4 @@
-"""The causal-LM loss as a sum over tokens, and the LM heads; training/step.py divides by the step's tokens."""
+"""Computes logits and the causal-LM loss, summed over tokens; training/step.py divides it by the step's tokens."""
 
 import contextlib
 from typing import Any
@@ -61,7 +61,7 @@ def pieces(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 HEADS = {head.__name__: head for head in (pieces, labelled, everywhere)}
-"""Functions that compute logits and loss, by the name in a batching's record, in the order in which they are tried."""
+"""Functions that compute logits and loss, in the order in which they are tried; a batching's record has their names."""
 
 
 def available_heads(model: torch.nn.Module) -> list[str]:

@@ -30,7 +30,7 @@ class SequenceGroup:
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> "SequenceGroup":
-        """This rank's group, which has consecutive ranks, as in DeepSpeed."""
+        """This rank's group; as in DeepSpeed, the ranks of a group are consecutive."""
         ranks = sequence_ranks(accelerator)
         groups, place = row_groups(accelerator)
         group, rank = divmod(place, ranks)
@@ -61,9 +61,9 @@ def in_parts(trial: Trial, exact: Batching) -> tuple[Batching, str]:
     group, model = SequenceGroup.of(trial.accelerator), trial.accelerator.unwrap_model(trial.model)
     longest = max(trial.examples, key=lambda example: (len(example.input_ids), example.index))
     if limited := limited_layers(model, len(longest.input_ids)):
-        raise UserError(_cannot(group, f"it has layers that are not of full attention ({limited})"))
+        raise UserError(_cannot(group, f"it has layers without full attention ({limited})"))
     batching = dataclasses.replace(exact, rows=1)
-    line = f"batching padded, one row a forward, its tokens shared by {group.ranks} ranks"
+    line = f"batching padded, one row per forward, its tokens divided among {group.ranks} ranks"
     if getattr(model.config.get_text_config(decoder=True), "attention_dropout", 0):
         return batching, f"{line}; not compared with whole rows, because attention has dropout"
     batch, was_training = trial.batch(batching, [longest]), trial.model.training
@@ -77,7 +77,7 @@ def in_parts(trial: Trial, exact: Batching) -> tuple[Batching, str]:
         with shared_rows():
             try:
                 mine = nll_sum(trial.model, group.part(batch, trial.pad_token_id)).item()
-            except (AssertionError, TypeError) as error:  # raised by DeepSpeed's attention, on every rank alike
+            except (AssertionError, TypeError) as error:  # DeepSpeed's attention raises them on every rank
                 cause = one_line(what_and_where(error), LONGEST_ERROR)
                 raise UserError(_cannot(group, f"its forward of a part of a row fails ({cause})")) from error
         trial.model.train(was_training)
@@ -89,4 +89,4 @@ def in_parts(trial: Trial, exact: Batching) -> tuple[Batching, str]:
 
 
 def _cannot(group: SequenceGroup, why: str) -> str:
-    return f"This model does not work with sequence parallelism over {group.ranks} ranks: {why}. Use z3.yaml."
+    return f"This model does not work with sequence parallelism over {group.ranks} ranks: {why}. Launch with z3.yaml."

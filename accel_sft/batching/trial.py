@@ -1,4 +1,4 @@
-"""Runs trial forwards and backwards before the first step, to choose a `Batching`: a layout and size of forwards."""
+"""Runs trial forwards and backwards before the first step, to choose a layout and a size of forwards."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 """Verifies, before step 1, which batchings a model computes exactly: losses and gradients of a few rows must equal
-those of single rows, and no row may see another."""
+those of single rows, and no row may attend to another row."""
 
 import bisect
 import dataclasses
@@ -23,7 +23,7 @@ from accel_sft.models.prefix_attention import install
 
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
 RANDOM_TOKENS = 512
-"""Number of tokens compared to detect randomness in training: enough for randomly drawn experts to differ."""
+"""Number of tokens on which two equal forwards are compared to detect randomness; enough to reveal random routing."""
 HEAD_TOKENS = 256
 """Number of tokens whose full logits are computed to check the heads."""
 TOLERANCE, REDUCED_TOLERANCE = 1e-3, 0.25
@@ -33,21 +33,21 @@ ROUNDING, REDUCED_ROUNDING = 1e-5, 1e-2
 """Without randomness, a token's loss may differ between two equal forwards by this share of the largest loss, in
 float32 and in reduced precision: a busy machine may round differently."""
 LOOKS = 3
-"""How often a forward is compared with a changed forward."""
+"""Maximum number of comparisons of a forward with a changed forward."""
 GRADIENT, REDUCED_GRADIENT = 1e-2, 0.25
 """Share by which loss and gradients with a cached prefix may differ from those of padded rows, in float32 and in
 reduced precision. A gradient that misses the prefix differs by far more."""
 NOISE = 4
 """Tolerance, as a multiple of the noise between identical forwards."""
 FEWEST_LOGITS = 1
-"""Maximum number of logits that the head `pieces` holds at once in a check: the check uses the smallest pieces."""
+"""Maximum number of logits that the head `pieces` holds at once in a check: 1 makes the pieces as small as possible."""
 UNLIMITED = 2**31
 """Maximum number of tokens in one forward until a limit is chosen."""
 
 
 def exact_batchings(trial: Trial, also: Sequence[Encoded] = ()) -> tuple[list[Batching], list[str]]:
-    """The requested layouts that the model computes exactly (at least one), as batchings without a token limit; and a
-    line `layout: reason` for each of the other requested layouts."""
+    """Return the requested layouts that the model computes exactly (at least one), as batchings without a token limit,
+    and a line `layout: reason` for each requested layout that it does not compute exactly."""
     config, model = trial.config, trial.model
     rows = [*trial.examples, *also]
     row_sets, batchings, reasons = _row_sets(rows), list[Batching](), list[str]()
@@ -64,7 +64,7 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded] = ()) -> tuple[list[Ba
             _refuse_image_by_image(trial, plain, row_sets)
         alone = [sum(nll_sum(model, trial.batch(plain, [row])).item() for row in rows) for rows in row_sets]
         for name in requested:
-            # a shared layout in one sequence includes packing
+            # `shared` in one sequence packs rows too
             if batchings and (config.batching != "auto" or (name == "packed" and batchings[0].way.one_sequence)):
                 continue
             batching, reason = _exact_of(name, trial, alone, row_sets, dropout)
@@ -73,7 +73,7 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded] = ()) -> tuple[list[Ba
             else:
                 reasons.append(f"{name}: {reason}")
     model.train(was_training)
-    # padded rows are always allowed: if they differ from single ones, the model itself is the cause (router capacity)
+    # padded rows are always allowed: if they differ from single rows, the model itself is the cause (router capacity)
     return batchings or [plain], reasons
 
 
@@ -98,24 +98,24 @@ def _exact_of(
                     return batching, None
         if layout.behind_cache:
             reason = f"{reason}; and with a cached prefix: {problem}"
-        elif not (refusal and reason):  # the reason from a trial says more than another kernel's refusal
+        elif not (refusal and reason):  # the reason from a trial says more than the refusal of another layout
             reason = problem
     return None, reason
 
 
 def _untried(trial: Trial, layout: Layout) -> str | None:
-    """Why a run skips the trial of a layout that its model may support; None if the layout is tried."""
+    """Why the trial of a layout is skipped in this run; None if the layout is tried."""
     if layout.behind_cache and trial.config.compile:
         return "--compile would compile the blocks again"
     if layout.behind_cache and not forwards_alone(trial.accelerator):
-        return "its backward cannot be tried where ranks share the weights"
+        return "its backward cannot be tried if ranks share the weights"
     return None
 
 
 def _plain(trial: Trial, row: Encoded) -> Batching:
     """Padded rows with the first head whose loss equals that of logits at every token, tried on HEAD_TOKENS tokens."""
     exhaustive = Batching("padded", UNLIMITED, head="everywhere")
-    if not row.images:  # placeholders of images cannot be cut
+    if not row.images:  # a row must keep all placeholders of its images
         row = row._replace(input_ids=row.input_ids[:HEAD_TOKENS], prompt_length=1, earlier=())
     expected = nll_sum(trial.model, trial.batch(exhaustive, [row])).item()
     for head in available_heads(trial.accelerator.unwrap_model(trial.model)):
@@ -136,10 +136,10 @@ def _problem(
         if any(_see_each_other(trial, batching, rows) for rows in row_sets):
             return "a change in one row changes another row's loss"
         if _ignores_positions(trial, batching, row_sets[-1]):
-            return "the model ignores the positions that it is given"
+            return "the model ignores position_ids"
         return None
     if batching.attention != "mask" and any(_sees_padding(trial, batching, rows) for rows in row_sets):
-        return "the token that pads rows changes a row's loss"
+        return "the padding token changes a row's loss"
     if batching.way.behind_cache:
         mine = [_goes_wrong_behind(trial, batching, rows) for rows in row_sets]
         return first_reason(next(filter(None, mine), None))
@@ -172,14 +172,14 @@ def _shortest(examples: Sequence[Encoded]) -> list[Encoded]:
 
 
 def enough(examples: Sequence[Encoded]) -> list[Encoded]:
-    """Return the shortest of CHECKED_AMONG rows: as many as have RANDOM_TOKENS tokens together, or all of these."""
+    """Of the first CHECKED_AMONG rows, return the shortest: as many as have RANDOM_TOKENS tokens together, or all."""
     among = _shortest(examples)
     totals = list(itertools.accumulate(len(row.input_ids) for row in among))
     return among[: bisect.bisect_left(totals, RANDOM_TOKENS) + 1]
 
 
 def _row_sets(examples: Sequence[Encoded]) -> list[list[Encoded]]:
-    """Two sets: short rows, with images if any rows have them; and the longest row with a short one without images."""
+    """Two sets of rows: short rows (with images, if any row has them); and a row without images and the longest row."""
     among = _shortest([row for row in examples if row.images] or examples)
     longest = max(examples, key=lambda example: (len(example.input_ids), example.index))
     beside = next((row for row in _shortest(examples) if not row.images), among[0])
@@ -187,7 +187,7 @@ def _row_sets(examples: Sequence[Encoded]) -> list[list[Encoded]]:
 
 
 def _dropout(trial: Trial, plain: Batching) -> str | None:
-    """The module or setting with dropout, or a phrase if only random losses reveal it; None without dropout."""
+    """The name of a module or setting with dropout, or a phrase if only random losses reveal it; else None."""
     trial.model.train()
     batch = trial.batch(plain, enough(trial.examples))
     is_random = any_rank(not _farthest(nll(trial.model, batch), nll(trial.model, batch)) <= _rounding(trial))
@@ -216,7 +216,7 @@ def _differs(trial: Trial, batching: Batching, alone: float, rows: Sequence[Enco
     try:
         together = nll(trial.model, batch)
     except REFUSALS as error:
-        if out_of_memory(error):  # says nothing about the model's abilities
+        if out_of_memory(error):  # this says nothing about what the model supports
             raise
         return f"the model's forward fails ({first_line(error)[:100]})"
     difference = abs(alone - together.sum().item()) / len(batch.targets)
@@ -226,7 +226,7 @@ def _differs(trial: Trial, batching: Batching, alone: float, rows: Sequence[Enco
 
 
 def _goes_wrong_behind(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> str | None:
-    """Why rows cannot be trained from a cached prefix (a layer may detach its state, for example); None if they can."""
+    """Why training after a cached prefix is wrong (a layer may detach its state, for example); None if it is exact."""
     prefix = batching.way.prefix(rows)
     if not prefix or not trial.train:
         return None
@@ -241,13 +241,13 @@ def _goes_wrong_behind(trial: Trial, batching: Batching, rows: Sequence[Encoded]
     off = [((mine - exact).norm() / exact.norm()).item() for mine, exact in zip(gradients, right, strict=True)]
     off.append(abs(loss - expected) / abs(expected))
     most = GRADIENT if trial.in_float32 else REDUCED_GRADIENT
-    wrong = f"its gradient is not that of padded rows (off by {max(off):.2g}, relatively)"
+    wrong = f"its gradient is not that of padded rows (relative difference {max(off):.2g})"
     return None if all(share <= most for share in off) else wrong
 
 
 def _ignores_positions(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> bool:
-    """Whether the model ignores positions: halving them changes no bit of any loss, on any rank. In such a model, later
-    rows would start at their index in the sequence. In reduced precision, rounding may hide an effect of positions."""
+    """Whether the model ignores `position_ids`: halving them changes no bit of any loss, on any rank. Such a model
+    counts positions through the whole sequence. In reduced precision, rounding may hide an effect of positions."""
     batch = trial.batch(batching, rows)
     closer = {**batch.inputs, "position_ids": batch.inputs["position_ids"] // 2}
     return not _changes(trial, batch, dataclasses.replace(batch, inputs=closer), slice(None))
@@ -271,7 +271,7 @@ def _sees_padding(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> 
 
 def _changes(trial: Trial, batch: Batch, changed: Batch, where: torch.Tensor | slice) -> bool:
     """Whether the losses of two forwards differ in any bit at `where`, on any rank. On a busy machine, equal forwards
-    may differ too, by noise: a difference is ignored if it is at most rounding and at most NOISE times that noise."""
+    may differ too, by noise: a difference is ignored if it is within rounding and within NOISE times that noise."""
     unchanged: list[torch.Tensor] = []
     for _ in range(LOOKS):
         before, after = (nll(trial.model, rows)[where] for rows in (batch, changed))

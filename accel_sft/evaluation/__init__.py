@@ -1,1 +1,1 @@
-"""Answers, scores, metrics."""
+"""Generates answers, scores them, and computes the metrics."""

@@ -1,4 +1,4 @@
-"""Answers conversations that belong to no task, with a model and its tokenizer and template, used as in training."""
+"""Answers conversations outside of tasks. The model, its tokenizer and its chat template are used as in training."""
 
 import functools
 import json
@@ -25,7 +25,7 @@ from accel_sft.models.tokenizer import GivenTemplate, left_out, load_processor, 
 
 
 class Prompt(NamedTuple):
-    """A conversation to be answered; the contents of its turns have a mark for each image."""
+    """A conversation to be answered; in the contents of its turns, a mark stands for each image."""
 
     turns: Turns
     images: tuple[Picture, ...] = ()
@@ -33,7 +33,7 @@ class Prompt(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a model answers: without thinking, and without what the template writes around answers."""
+    """A model's answer, without its thinking and without the text that the chat template writes around answers."""
 
     text: str
     tokens: int
@@ -79,15 +79,16 @@ class Answerer:
 
     @property
     def notes(self) -> list[str]:
-        """Lines about what rendering adds to the chat template, and about penalties that are left out."""
+        """Lines about text that is added to what the chat template writes, and about penalties that are not applied."""
         penalties = left_out(self.model.generation_config)
         if self.generator.sampling.repetition_penalty != GREEDY.repetition_penalty:
             penalties.pop("repetition_penalty", None)
-        line = f"generation_config.json: {', '.join(penalties)}: left out of answers, as in the run's evaluations"
+        names = ", ".join(penalties)
+        line = f"the penalties of generation_config.json ({names}) are not applied, as in the run's evaluations"
         return [*self.rendering.notes, *([line] if penalties else [])]
 
     def encode(self, prompt: Prompt, max_new_tokens: int, index: int = 0) -> Encoded:
-        """Return the tokens of a prompt, as in training, and one end-of-turn token."""
+        """Tokenize a prompt as in training, and append one end-of-turn token."""
         images = prompt.images
         if self.raw:
             ids = [*self.rendering.begin, *self.rendering.text_ids(prompt.turns[-1]["content"])]
@@ -95,20 +96,20 @@ class Answerer:
             text = self.rendering.prompt(prompt.turns, images, prompt.tools)
             (ids,) = self.rendering.control.ids([self.images.prompt(images, text, "prompt") if images else text])
         if not ids:
-            raise UserError("prompt: the chat template writes no part of it")
+            raise UserError("prompt: it has no tokens; write a text, or check the chat template")
         if problem := vocabulary_problem(self.weights, self.settings, max(ids)):
             raise UserError(problem)
         longest = getattr(self.settings, "max_position_embeddings", None)
         if isinstance(longest, int) and len(ids) + max_new_tokens > longest:
-            most = f"{len(ids):,} tokens and --max-new-tokens {max_new_tokens:,}"
+            tokens = f"{len(ids):,} tokens plus --max-new-tokens {max_new_tokens:,}"
             raise UserError(
-                f"prompt: {most} are more than the {longest:,} that the model reads; shorten the prompt or answer"
+                f"prompt: {tokens} exceed the model's limit of {longest:,}; shorten the prompt or the answer"
             )
         given = RowImages(index, len(images), b"", GivenImages(self.images, images, "prompt")) if images else None
         return Encoded(index, [*ids, min(self.ends)], len(ids), images=given)
 
     def answers(self, prompts: Sequence[Prompt], max_new_tokens: int, names: Sequence[str] = ()) -> list[Answer]:
-        """An answer to each prompt, in the prompts' order; an error has a line for each bad prompt, with its name."""
+        """Return the answers, in the prompts' order. UserError has a line for each bad prompt, with its name."""
         encoded, problems = [], []
         for index, prompt in enumerate(prompts):
             try:
@@ -140,7 +141,7 @@ class Answerer:
 
 
 class _Streamer(TextStreamer):
-    """Passes text on as soon as it makes whole words, and collects the ids of the answer."""
+    """Passes text on as soon as a word is complete, and collects the token ids of the answer."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -161,7 +162,7 @@ def expected_of(turns: Any) -> str | None:
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         return 'a list of {"role": ..., "content": ...}'
     if any(no_text(json.dumps(turn, ensure_ascii=False)) for turn in turns):
-        return "text: no bytes other than UTF-8, no lone surrogate, and none of U+E008 to U+E00B"
+        return "UTF-8 text without lone surrogates and without U+E008 to U+E00B"
     if turns[-1].get("role") == "assistant":
         return "a last turn whose role is not assistant"
     return None

@@ -1,4 +1,4 @@
-"""Decodes greedily, with one KV cache for the rows' common prefix; a row that ends leaves its place to the next."""
+"""Decodes greedily, with one KV cache for the rows' common prefix. When a row ends, a waiting row takes its place."""
 
 import dataclasses
 import itertools
@@ -14,14 +14,14 @@ from accel_sft.models.architecture import arguments
 from accel_sft.models.prefix_attention import install, sdpa_attention_forward
 
 READ_TOKENS = 1024
-"""Tokens of new rows' prompts that one forward reads, unless a single prompt has more."""
+"""Maximum number of prompt tokens that one forward reads for new rows; a longer prompt is read alone."""
 ADMITTED_AT = 16
-"""New rows are read once one of this many places is free; reading sooner would make more groups."""
+"""New rows are read once at least 1 / ADMITTED_AT of the places is free; reading them sooner would make more groups."""
 MOST_GROUPS = 8
-"""Attention is computed by group: more groups have less padding, but more calls of small kernels."""
+"""Maximum number of groups. Attention runs once per group: more groups mean less padding, but more kernel calls."""
 
 GROWTH = 32
-"""Number of tokens by which a KV cache grows; growing it for every token would copy all of it every time."""
+"""Number of tokens by which a KV cache grows; growing it for every token would copy the whole cache each time."""
 
 States = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of a layer, (rows, key heads, columns, D)."""
@@ -29,21 +29,21 @@ States = tuple[torch.Tensor, torch.Tensor]
 
 @dataclasses.dataclass(eq=False)
 class Row:
-    """A prompt's tokens after the prefix (at least one), and its answer so far; the last token is not yet read."""
+    """A prompt's tokens after the prefix (at least one), and the answer so far, whose last token is not yet read."""
 
     prompt: Sequence[int]
     answer: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def read(self) -> int:
-        """Number of tokens after the prefix in the KV cache, between two forwards."""
+        """Between two forwards: the number of this row's tokens in the KV cache, without the prefix."""
         return len(self.prompt) + len(self.answer) - 1 if self.answer else 0
 
 
 class Group:
-    """Rows whose keys and values are in the same buffers. All rows end at the same column, where each writes its next
-    token; a shorter row begins with padding, to which it does not attend. The buffers have spare columns, and spare
-    rows once rows have left."""
+    """Rows whose keys and values are in the same buffers. All rows end at the same column; their next tokens go into
+    the following column. A shorter row begins with padding, which attention ignores. The buffers have spare columns
+    and, after rows were dropped, spare rows."""
 
     def __init__(self, rows: Sequence[Row], layers: dict[int, States], begin: int, end: int) -> None:
         self.rows, self.layers, self.begin, self.end = [*rows], layers, begin, end
@@ -55,16 +55,16 @@ class Group:
         return self.end - self.begin
 
     def padding_with(self, other: "Group") -> int:
-        """Number of columns of padding that joining the groups would add."""
+        """Number of padding positions that joining the groups would add."""
         narrow, wide = sorted((self, other), key=lambda group: group.width)
         return len(narrow.rows) * (wide.width - narrow.width)
 
     def joined(self, other: "Group") -> "Group":
-        """Both groups as one; their own buffers are freed."""
+        """Join both groups into a new group; the buffers of the old groups are freed."""
         width, layers = max(self.width, other.width), {}
         for index in [*self.layers]:
             pairs = zip(self._taken(index), other._taken(index), strict=True)
-            # padded with zeros: uninitialised memory may hold NaN, which a mask does not remove
+            # padded with zeros: uninitialized memory may hold NaN, which a mask does not remove
             fitted = ([pad(part, (0, 0, width - part.shape[2], GROWTH)) for part in pair] for pair in pairs)
             keys, values = (torch.cat(parts) for parts in fitted)
             layers[index] = keys, values
@@ -74,7 +74,7 @@ class Group:
         return [buffer[: len(self.rows), :, self.begin : self.end] for buffer in self.layers.pop(index)]
 
     def drop(self, rows: Collection[Row]) -> None:
-        """Remove rows; remaining rows from the end of the buffers move to the free places."""
+        """Remove rows; the last of the remaining rows move to the places that become free."""
         count = len(self.rows) - sum(row in rows for row in self.rows)
         free = [place for place, row in enumerate(self.rows[:count]) if row in rows]
         moved = [place for place, row in enumerate(self.rows) if place >= count and row not in rows]
@@ -87,7 +87,7 @@ class Group:
         self.begin = self.end - max((row.read for row in self.rows), default=0)
 
     def make_room(self, device: torch.device) -> None:
-        """Prepare for the next token of each row."""
+        """Make room in the buffers for the next token of each row."""
         if self.layers and self.end == next(iter(self.layers.values()))[0].shape[2]:
             for index in [*self.layers]:
                 keys, values = (pad(states, (0, 0, 0, GROWTH)) for states in self._taken(index))
@@ -101,7 +101,7 @@ class Group:
             self.unseen = (columns < torch.tensor(padding, device=device)[:, None])[:, None, None]  # (B, 1, 1, W)
 
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
-        """Write keys and values of one token per row, (B, key heads, D); returns keys and values of all tokens."""
+        """Write keys and values of one token per row, (B, key heads, D); return keys and values of all tokens."""
         states_so_far = []
         for buffer, states in zip(self.layers[index], (keys, values), strict=True):
             buffer[: len(self.rows), :, self.end - 1] = states
@@ -112,8 +112,8 @@ class Group:
 class Attention:
     """Attention of one forward: first one token of each row in the existing groups, then the prompts of a new group.
 
-    Nothing is padded outside of attention: all tokens stand in one sequence, row after row. All rows attend to the
-    prefix, if there is a prefix: `before` has its keys and values by layer, (1, key heads, P, D).
+    Nothing is padded outside of attention: all tokens stand in one sequence, row after row. If there is a prefix, all
+    rows attend to it; `before` has the prefix's keys and values by layer, (1, key heads, P, D).
     """
 
     def __init__(
@@ -169,8 +169,8 @@ class Attention:
     def _live(
         self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """Attention of one query per row. One matrix product over all rows uses the only copy of the prefix; with a
-        copy per row, each token would read all copies from memory."""
+        """Attention of one query per row. One matrix product serves all rows, so that the prefix is read from memory
+        once, and not once per row."""
         count, heads, size = query.shape
         query = (query * (size**-0.5 if scaling is None else scaling)).reshape(count, key.shape[1], -1, size)
         before = self.before.get(index)
@@ -210,10 +210,10 @@ def _by_head(rows: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
 class Decoder:
     """Decodes rows whose common prefix the model has read once.
 
-    A forward reads one sequence: the last token of each live row, and all tokens of the prompts of new rows. So rows
-    are padded only in attention, and no row waits for other rows to end. The model is called as a whole, so that ZeRO-3
-    and FSDP gather its weights: once in each `forward`, so that ranks stay together. The model must have sdpa
-    attention, take `position_ids`, and be in eval mode.
+    A forward reads one sequence: the last token of each live row, and all prompt tokens of new rows. So rows are padded
+    only in attention, and no row waits for other rows to end. Each `forward` calls the whole model exactly once: then
+    ZeRO-3 and FSDP gather the weights, and ranks stay together. The model must have sdpa attention, take
+    `position_ids`, and be in eval mode.
     """
 
     def __init__(self, model: Any, prefix: Sequence[int], device: torch.device) -> None:
@@ -247,7 +247,7 @@ class Decoder:
         output = self.model(
             input_ids=ids,
             position_ids=torch.tensor([positions], device=self.device),
-            # attention ignores this mask, but without it the model would make a mask in which rows see each other
+            # a placeholder, which attention ignores: a model that is given a mask makes none
             attention_mask=ids.new_ones(1, 1, 1, 1, dtype=torch.bool).expand(1, 1, *[ids.shape[1]] * 2),
             use_cache=False,
             decoding=attention,
@@ -258,7 +258,7 @@ class Decoder:
         return output.logits[0] if self.keeps_logits else output.logits[0, lasts]
 
     def drop(self, rows: Collection[Row]) -> None:
-        """Remove rows. All other live rows must already have got their next token."""
+        """Remove rows. All other live rows must already have their next token in `answer`."""
         for group in self.groups:
             if any(row in rows for row in group.rows):
                 group.drop(rows)
@@ -272,17 +272,17 @@ class Decoder:
         ends: Collection[int],
         go_on: Callable[[bool], bool] = bool,
     ) -> Iterator[Row]:
-        """Yield each row once its answer has ended. Answers are the most likely tokens, up to the first of `ends`.
+        """Yield each row when its answer ends. The most likely token is taken each time, up to the first of `ends`.
 
-        The rows that take longest should come first; up to `places` rows are live at once. `go_on` is called before
-        each forward. It gets whether this rank has rows left, and returns whether any rank has.
+        The rows that take longest should come first; up to `places` rows are live at the same time. Before each
+        forward, `go_on` is called with whether this rank still has rows; it returns whether any rank still has rows.
         """
-        # the rows of the first forwards are read with rows of similar length
+        # in the first forwards, prompts of similar length are read together
         waiting = deque([*sorted(rows[:places], key=lambda row: -len(row.prompt)), *rows[places:]])
         while go_on(bool(waiting or self.groups)):
             heartbeat()
             new = self._admitted(waiting, places - len(self.live))
-            idle = [] if new or self.groups else [Row([0])]  # takes part in other ranks' forward
+            idle = [] if new or self.groups else [Row([0])]  # a dummy row, for other ranks' forward
             following = self.forward(new or idle).argmax(dim=-1).tolist()
             ended = set(idle)
             for row, token in zip(self.live, following, strict=True):
@@ -294,7 +294,7 @@ class Decoder:
                 self.drop(ended)
 
     def _admitted(self, waiting: deque[Row], free: int) -> list[Row]:
-        """Take the rows that start with the next forward."""
+        """Take from `waiting` the rows that start with the next forward."""
         rows: list[Row] = []
         live = len(self.live)
         if live and free < max(1, (live + free) // ADMITTED_AT):

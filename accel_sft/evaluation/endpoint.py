@@ -1,6 +1,6 @@
-"""The client of an OpenAI-compatible endpoint: greedy answers, their tokens, and how the server tokenizes prompts.
+"""A client for OpenAI-compatible endpoints: it asks for greedy answers, and for the token ids of prompts and texts.
 
-It uses the standard library: the versions of huggingface_hub that `pyproject.toml` allows bring different clients.
+It uses only the standard library, because different versions of huggingface_hub use different HTTP clients.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from accel_sft.io.terminal import waiting
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
 KEY = "ACCEL_SFT_API_KEY"
-"""The environment variable of the key, unless `--key-from` names another."""
+"""The environment variable that holds the API key, unless `--key-from` names a different variable."""
 RETRIES, PAUSE_SECONDS, LONGEST_PAUSE = 4, 1.0, 60.0
-"""How often a request is repeated, the first pause before a repetition (pauses double), and the longest pause."""
+"""How often a failed request is repeated, the pause before the first repetition (pauses double), the longest pause."""
 AT_ONCE = 8
-"""Requests under way at the same time: servers answer several as fast as one."""
+"""Number of requests under way at the same time: servers answer several about as fast as one."""
 _BUSY = (429, 500, 502, 503, 504)
 _LIMIT, _NEWER_LIMIT = "max_tokens", "max_completion_tokens"
 """Keys for the maximum number of tokens of an answer; some servers take only the newer key."""
@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 
 class EndpointError(UserError):
-    """Raised if a server refuses or does not answer; `status` is the HTTP status, None without an answer."""
+    """Raised if a server refuses a request or does not answer; `status` is the HTTP status, None without an answer."""
 
     def __init__(self, line: str, status: int | None = None) -> None:
         super().__init__(line)
@@ -55,7 +55,7 @@ class EndpointError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """An answer. `logprobs` has text and log-probability of each token; empty if the server gives none."""
+    """A server's answer. `logprobs` has text and log-probability of each token; [] if the server gives none."""
 
     text: str
     finish: str
@@ -66,20 +66,21 @@ class Reply:
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *given: Any) -> None:
-        """Follow no redirect: it would send prompts and key to an address that the user did not name."""
+        """Follow no redirect: that would send prompts and key to an address that the user did not name."""
 
 
 class Endpoint:
     """A server and the model that answers there. Only `--url` is contacted, and nothing but prompts is sent.
 
-    Without `model`, the server's only model answers. Without `key_from`, the environment variable KEY may hold the key.
+    Without `model`, the server's only model answers. Without `key_from`, the key is taken from the environment variable
+    ACCEL_SFT_API_KEY, if it is set.
     """
 
     def __init__(self, url: str, model: str | None, key_from: str | None = None, timeout: float = 600) -> None:
         self.url, self.timeout = _address(url), timeout
         self._key = _key(key_from)
         self._reached = False
-        self._keys: dict[str, str] = {}  # request key -> this server's name for the key; "": it does not take the key
+        self._keys: dict[str, str] = {}  # request key -> this server's name for the key; "" if it refuses the key
         handlers: list[Any] = [_NoRedirects()]
         if urllib.parse.urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1"):
             handlers.append(urllib.request.ProxyHandler({}))
@@ -87,7 +88,7 @@ class Endpoint:
         self.model = model or self._only_model()
 
     def chat(self, turns: Turns, most: int, tools: Tools = None, thinking: str | None = None) -> Reply:
-        """The greedy answer to a conversation, of at most `most` tokens, by the server's own chat template."""
+        """The greedy answer to a conversation, in at most `most` tokens; the server applies its own chat template."""
         more = {_LIMIT: most, "logprobs": True, "top_logprobs": 1}
         answer = self._ask("chat/completions", {**_of_chat(turns, tools, thinking), **more})
         return _reply(answer, mapping(answer["choices"][0].get("message")).get("content"))
@@ -117,7 +118,7 @@ class Endpoint:
         return answer
 
     def chat_tokens(self, turns: Turns, tools: Tools = None, thinking: str | None = None) -> list[int] | None:
-        """The server's token ids of a conversation's prompt; None if the server has no call that returns them."""
+        """The server's token ids of a conversation's prompt; None if it has no API call that returns them."""
         body = {**_of_chat(turns, tools, thinking), "add_generation_prompt": True}
         answer = self._tokens({"model": self.model, **body})  # vLLM's form
         if answer is not None:
@@ -126,8 +127,8 @@ class Endpoint:
         return self.text_tokens(text, special=True) if isinstance(text, str) else None
 
     def text_tokens(self, text: str, *, special: bool = False) -> list[int] | None:
-        """The server's token ids of a text; None if the server has no call that returns them. With `special`, the
-        server adds special tokens as it does for prompts, such as a first token."""
+        """The server's token ids of a text; None if it has no API call that returns them. With `special`, the server
+        adds special tokens as it does for prompts, such as a BOS token."""
         vllm = {"model": self.model, "prompt": text, "add_special_tokens": special}
         return self._tokens({"content": text, "add_special": special, **vllm})  # each server reads its own keys
 
@@ -137,7 +138,7 @@ class Endpoint:
         return answer if complete else None
 
     def _beside(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a call outside of /v1, where vLLM and llama.cpp have their own; {} if the server lacks it."""
+        """The answer to an API call outside of /v1, such as vLLM's /tokenize; {} if the server lacks this call."""
         try:
             return self.post(path, body, root=True)
         except EndpointError as error:
@@ -152,16 +153,16 @@ class Endpoint:
             if not error.is_refusal:
                 raise
             base = self.url.partition("/v1/")[0].removesuffix("/v1") + "/v1"
-            raise EndpointError(f"{error}; name one with --model, or give --url {base}", error.status) from None
+            raise EndpointError(f"{error}; name a model with --model, or give --url {base}", error.status) from None
         names = [str(one.get("id")) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
         if len(names) != 1:
             models = ", ".join(map(self._shown, names[:8])) or "no model"
-            raise UserError(f"--url {self.url}: the server has {models}; name one with --model")
+            raise UserError(f"--url {self.url}: the server has {models}; name a model with --model")
         return names[0]
 
     def post(self, path: str, body: dict[str, Any] | None = None, *, root: bool = False) -> dict[str, Any]:
-        """The JSON object that the server answers. Without a body the request is a GET. With `root`, the path is
-        outside of /v1."""
+        """Send a request and return the JSON object in the answer. Without a body, the request is a GET. With `root`,
+        the path is outside of /v1."""
         at = f"{self.url.removesuffix('/v1') if root else self.url}/{path}"
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "User-Agent": "accel-sft"}
@@ -178,12 +179,12 @@ class Endpoint:
                 self._reached = True
                 if error.code not in _BUSY or not left:
                     raise self._refusal(at, error) from None
-                with contextlib.suppress(ValueError):  # it may also be a date
+                with contextlib.suppress(ValueError):  # Retry-After may also be a date
                     pause = max(pause, float(error.headers.get("Retry-After", "0")))
             except (ValueError, OSError, http.client.HTTPException) as error:
                 reason = getattr(error, "reason", error)
                 if isinstance(reason, TimeoutError):
-                    advice = "the server is too slow or stuck; --timeout gives it longer"
+                    advice = "the server is too slow or stuck; set a longer --timeout"
                     raise EndpointError(f"{at}: no answer within {self.timeout:g} s; {advice}") from None
                 if not left or not self._reached:
                     cause = one_line(str(reason) or type(reason).__name__, LONGEST_ERROR)
@@ -193,8 +194,8 @@ class Endpoint:
         with contextlib.suppress(ValueError):
             if isinstance(answer := json.loads(content), dict):
                 return answer
-        said = self._shown(content.decode(errors="replace"))
-        raise EndpointError(f"{at}: answered {said}; is it an OpenAI-compatible server?")
+        text = self._shown(content.decode(errors="replace"))
+        raise EndpointError(f"{at}: the server answered {text}; is it OpenAI-compatible?")
 
     def _shown(self, text: str) -> str:
         """A server's text as one line, with the key masked."""
@@ -208,16 +209,16 @@ class Endpoint:
             message = str(error.reason)
         fix = ""
         if 300 <= error.code < 400:
-            fix = f"; name the address that it redirects to in --url: {error.headers.get('Location')}"
+            fix = f"; it redirects to {error.headers.get('Location')}; give that address with --url"
         if error.code in (401, 403):
-            fix = f"; give the server's key in ${KEY}, or by --key-from NAME"
+            fix = f"; export the server's key as {KEY}, or give --key-from NAME"
         return EndpointError(
             f"{at}: the server answered {error.code} ({self._shown(message)}){self._shown(fix)}", error.code
         )
 
     def call_all(self, what: str, call: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-        """The result of `call` for each item; several run together. A line says now and then how many are done. After
-        an error or an interrupt, it waits only for requests under way."""
+        """The results of `call` for all items, AT_ONCE of them at a time. A line says now and then how many are done.
+        After an error or an interrupt, no further call starts."""
         threads = ThreadPoolExecutor(AT_ONCE)
         futures = [threads.submit(call, item) for item in items]
         try:
@@ -228,7 +229,7 @@ class Endpoint:
 
 
 def _of_chat(turns: Turns, tools: Tools, thinking: str | None) -> dict[str, Any]:
-    """The parts of a request that decide the prompt. The API takes arguments of tool calls as JSON text."""
+    """The part of a request that decides the prompt. The API takes the arguments of tool calls as JSON text."""
     messages = copy.deepcopy(turns)
     for call in itertools.chain.from_iterable(turn.get("tool_calls", ()) for turn in messages):
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
@@ -240,15 +241,15 @@ def _reply(answer: dict[str, Any], content: Any) -> Reply:
     choice, usage = answer["choices"][0], mapping(answer.get("usage"))
     counts = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
     prompt, written = (count if isinstance(count, int) else None for count in counts)
-    # half a surrogate pair is replaced: it cannot be written to a file
     if not isinstance(content, str | None):
-        raise EndpointError("the server answers with lists of parts, not with texts, which are not read")
+        raise EndpointError("the server's answer is a list of parts; only answers that are text can be read")
+    # half a surrogate pair is replaced: it cannot be written to a file
     text = (content or "").encode(errors="replace").decode()
     return Reply(text, str(choice.get("finish_reason")), prompt, written, _logprobs(mapping(choice.get("logprobs"))))
 
 
 def _logprobs(given: dict[str, Any]) -> list[tuple[str, float]]:
-    """Text and log-probability of each token; [] if the server gives them in an unknown form, or not as numbers."""
+    """Text and log-probability of each token; [] if their form is unknown, or one of them is not a finite number."""
     try:
         if given.get("content"):  # the form of chats, and of llama.cpp's completions
             pairs = [(str(one["token"]), float(one["logprob"])) for one in given["content"]]
@@ -269,22 +270,22 @@ def _address(url: str) -> str:
     if bad:
         raise UserError(f"--url {one_line(url)}: expected an address such as http://127.0.0.1:8000/v1")
     if "@" in parts.netloc:
-        raise UserError(f"--url: a key or password in an address is shown by many programs; export it as {KEY}")
+        raise UserError(f"--url: programs may show it, so put no key or password in it; export the key as {KEY}")
     return url.rstrip("/")
 
 
 def _key(named: str | None) -> str | None:
     key = os.environ.get(named or KEY)
     if named and not key:
-        name = named if named.isidentifier() else "***"  # it may be the key itself
-        raise UserError(f"--key-from {name}: this environment variable is not set; export it, or leave the option out")
+        name = named if named.isidentifier() else "***"  # the user may have given the key itself
+        raise UserError(f"--key-from {name}: this environment variable is not set; export it, or omit the option")
     if key and not (key.isascii() and key.isprintable()):
-        raise UserError(f"{named or KEY}: the key has characters that no header may have; is it a single line?")
+        raise UserError(f"{named or KEY}: the key has characters that an HTTP header cannot hold; is it a single line?")
     return key or None
 
 
 def _message(body: str) -> str:
-    """The sentence in a server's error, whatever the error's form."""
+    """The message in the body of a server's error; the body itself if it is not JSON."""
     try:
         answer = json.loads(body)
     except ValueError:

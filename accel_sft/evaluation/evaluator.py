@@ -1,6 +1,6 @@
 """Evaluates a model: validation loss, generated answers and the task's metrics, each example counted once.
 
-The model is in memory, or behind an OpenAI-compatible endpoint, which uses its own template.
+The model is in memory, or is served by an OpenAI-compatible endpoint, which applies its own chat template.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ UNUSUAL = {
     "tool_calls": "tool calls",
     "empty": "empty",
 }
-"""Maps the reason why an answer is not a whole text (a server's `finish_reason`, or `empty`) to words."""
+"""Maps the reason why an answer is not a whole text (a server's `finish_reason`, or `empty`) to a warning's words."""
 
 
 class Generated(NamedTuple):
@@ -49,14 +49,14 @@ class Generated(NamedTuple):
     """This rank's share of the examples, each with its answer: a list of token ids, the end-of-turn token included, or
     a server's Reply without thinking."""
     seconds: float
-    """Seconds of generating, without loading or checking anything."""
+    """Seconds of generating, without loading and checks."""
     peaks: dict[str, float]
     """Peak memory of generating in GiB, by the names of `tracking.system.peak_memory_gib`."""
 
 
 AnswerBackend = Callable[[Sequence[Encoded], int], Generated]
-"""Takes examples and the maximum number of tokens of an answer, the end-of-turn token included; generates greedy
-answers. Every rank calls it with the same examples; together the ranks answer each example once."""
+"""Generates greedy answers, given examples and the maximum number of tokens of an answer, with its end-of-turn token.
+Every rank calls it with the same examples; together the ranks answer each example once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Evaluation:
     """The result of one evaluation, the same on every rank."""
 
     metrics: dict[str, float]
-    """The task's metrics, `eval_loss`, and generation's seconds, speed and peak memory; only `eval_loss` (and
-    `perplexity`) if one of these two is the main metric: then no answers are generated."""
+    """The task's metrics, `eval_loss`, and the seconds, speed and peak memory of generating. If the main metric is
+    `eval_loss` or `perplexity`, no answers are generated, and only `eval_loss` (and `perplexity`) is here."""
     samples: list[dict[str, Any]]
     """Index, prompt, expected, generated and scores of each example; empty if none was answered."""
     unusual: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -73,9 +73,10 @@ class Evaluation:
 
     @property
     def lines(self) -> list[str]:
-        """A line with the number of answers that are cut, empty or the like; no line if there are no such answers."""
+        """A warning (in a list) that counts the answers that are cut, empty or the like; [] if there are none."""
         named = ", ".join(f"{self.unusual[key]:,} {what}" for key, what in UNUSUAL.items() if self.unusual.get(key))
-        return [f"warning: of {len(self.samples):,} answers: {named}; scored as they are"] if named else []
+        line = f"warning: some of the {len(self.samples):,} answers are unusual: {named}. All are scored as they are"
+        return [line] if named else []
 
 
 @dataclasses.dataclass
@@ -83,11 +84,11 @@ class Evaluator:
     """Evaluates a model, sharded or not, on any number of ranks. It draws no random numbers.
 
     Attributes:
-        tokenizer: the model's; None if the backend gives texts in place of token ids.
+        tokenizer: the model's tokenizer; None if the backend returns texts in place of token ids.
         encoded: tokenized rows of at most `--eval-limit` examples; `index` is the example's index in `examples`.
         answered: the last row of each example. Only that row's last answer is generated and scored.
-        max_new_tokens: maximum number of tokens of an answer without `--max-new-tokens`; None: as many as the longest
-            expected answer has, its end-of-turn token included.
+        max_new_tokens: maximum number of tokens of an answer if `--max-new-tokens` is not given; None: the number of
+            tokens of the longest expected answer, its end-of-turn token included.
         blank: passed to `Batching.batch` for the validation loss.
     """
 
@@ -120,10 +121,10 @@ class Evaluator:
             model.train(was_training)
 
     def loss(self, model: torch.nn.Module, batching: Batching) -> dict[str, float]:
-        """`eval_loss`: nats per supervised token, over all ranks. The model is in eval mode; `batching`
+        """Return `eval_loss`, in nats per supervised token, over all ranks. The model must be in eval mode; `batching`
         divides the rows among the ranks and into forwards."""
         reset_peak_memory(self.accelerator.device)
-        ranks, rank = row_groups(self.accelerator)  # if ranks compute the same rows, all sums count these equally often
+        ranks, rank = row_groups(self.accelerator)  # ranks of one group compute the same rows, and all count them
         sums = [0.0, 0.0]  # of losses and of supervised tokens
 
         def nll(rows: list[Encoded]) -> list[float]:
@@ -186,7 +187,7 @@ class Evaluator:
 
 
 def evaluated_rows(rows: Sequence[Encoded], limit: int | None) -> list[Encoded]:
-    """All rows of at most `limit` examples: the same random ones in each call, because files are often sorted."""
+    """All rows of at most `limit` examples, drawn at random, as files are often sorted; each call draws the same."""
     every = list(rows[:])
     if limit is None:
         return every
@@ -197,7 +198,7 @@ def evaluated_rows(rows: Sequence[Encoded], limit: int | None) -> list[Encoded]:
 
 @contextlib.contextmanager
 def _out_of_memory_explained(options: str) -> Iterator[None]:
-    """Turn an out-of-memory into a UserError that says to lower these options."""
+    """Turn an out-of-memory error into a UserError that says to lower these options."""
     try:
         yield
     except RuntimeError as error:
@@ -207,22 +208,22 @@ def _out_of_memory_explained(options: str) -> Iterator[None]:
 
 
 def refuse_beyond_text(chats: Sequence[Conversation]) -> None:
-    """Raise UserError for examples that are not sent to servers, such as those with images or tool calls."""
+    """Raise UserError if an example cannot be sent to a server, because it has images or tool calls, for example."""
     for index, chat in enumerate(chats):
         if chat.images or chat.calls or chat.variables or not chat.turns:
-            what = "has images, calls of tools, chat_template_kwargs or raw text"
-            raise UserError(f"--url: validation example {index} {what}; a server is asked for texts only")
+            extras = "images, tool calls, chat_template_kwargs or raw text"
+            raise UserError(f"--url: validation example {index} has {extras}; a server can be sent only chats of text")
 
 
 def problems_of_served(task: Task) -> list[str]:
-    """A line if the task's main metric does not score answers; otherwise []."""
+    """A message (in a list) if the task's main metric does not score answers; otherwise []."""
     if task.main_metric not in UNANSWERED:
         return []
-    return [f"--url: the task's metric is {task.main_metric}, which servers do not return; choose a metric of answers"]
+    return [f"--url: a server cannot return the task's metric {task.main_metric}; choose a metric that scores answers"]
 
 
 def evaluate_served(accelerator: Accelerator, task: Task, config: EvaluateConfig, endpoint: Endpoint) -> Evaluation:
-    """Score the server's answers to the validation examples, as answers of a model in memory are scored."""
+    """Score the server's answers to the validation examples, in the same way as answers of a model in memory."""
     dataset = read_split(task, "validation")
     check_scoring(task, dataset, config.thinking)
 

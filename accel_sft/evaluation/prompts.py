@@ -1,5 +1,5 @@
-"""Reads prompts that belong to no task: from lines of text, rows with messages or a prompt, one PROMPT with images, or
-a conversation at the terminal."""
+"""Reads prompts outside of tasks: from lines of text, from rows with messages or a prompt, from one PROMPT with images,
+or from a conversation at the terminal."""
 
 import contextlib
 import json
@@ -21,8 +21,8 @@ _IMAGE = "<image>"
 
 
 def read_prompts(file: str, system: str | None) -> tuple[list[Prompt], list[str]]:
-    """The conversations of a file, and the place of each. A `.json` or `.jsonl` file has rows with `messages` or
-    `prompt`; other files have a prompt on each non-blank line. `system` is added if there is no system message."""
+    """The conversations of a file, and the place of each, for error messages. A `.json` or `.jsonl` file has rows with
+    `messages` or `prompt`; other files have a prompt on each non-blank line. `system` is the default system message."""
     if Path(file).suffix in (".json", ".jsonl"):
         rows = read_rows(file, _parse)
         names = [str(place) for place in rows.places(range(len(rows)))]
@@ -31,7 +31,7 @@ def read_prompts(file: str, system: str | None) -> tuple[list[Prompt], list[str]
             images: list[Picture] = []
             prompts.append(Prompt(with_system(checked_turns(turns, where, images), system), (), tools))
             if images:
-                raise UserError(f"{where}: has images; give them by --image, with one PROMPT")
+                raise UserError(f"{where}: the row has images; give images with --image and a single PROMPT")
         return prompts, names
     try:
         lines = Path(file).read_text(encoding="utf-8-sig").split("\n")
@@ -40,17 +40,18 @@ def read_prompts(file: str, system: str | None) -> tuple[list[Prompt], list[str]
         raise UserError(f"--file {file}: cannot be read ({cause}); name a file of prompts") from None
     numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
-        raise UserError(f"--file {file}: no prompt in it; write one on each line")
+        raise UserError(f"--file {file}: it has no prompts; write one on each line")
     chats = [Prompt(with_system([{"role": "user", "content": line}], system)) for _, line in numbered]
     return chats, [f"{file}:{number}" for number, _ in numbered]
 
 
 def prompt_with(text: str, paths: Sequence[str], system: str | None) -> Prompt:
-    """A prompt with images, placed at the marks `<image>` in its text; if there are none, before the text."""
+    """A prompt with images. They are placed at the marks `<image>` in its text or, without marks, before the text."""
     pieces = text.split(_IMAGE) if paths else [text]
     pieces = pieces if pieces[1:] else [""] * len(paths) + [text]
     if len(pieces) - 1 != len(paths):
-        raise UserError(f"PROMPT: expected an image for each of {len(pieces) - 1} {_IMAGE}, got {len(paths)}")
+        count = f"{len(pieces) - 1} marks {_IMAGE}, but --image is given {len(paths)} times"
+        raise UserError(f"PROMPT: there are {count}; give one image for each mark")
     parts: list[dict[str, Any]] = [{"type": "text", "text": pieces[0]}]
     for path, piece in zip(paths, pieces[1:], strict=True):
         parts += [{"type": "image", "image": path}, {"type": "text", "text": piece}]
@@ -63,29 +64,29 @@ def prompt_with(text: str, paths: Sequence[str], system: str | None) -> Prompt:
 
 
 def with_system(turns: Turns, system: str | None) -> Turns:
-    """The turns, with the system message `system` before them unless it is empty or they have their own."""
+    """The turns after the system message `system`; unchanged if it is empty, or if the turns have a system message."""
     if not system or any(turn.get("role") == "system" for turn in turns):
         return turns
     return [{"role": "system", "content": system}, *turns]
 
 
 def _parse(row: dict[str, Any]) -> tuple[Turns, Tools]:
-    """The turns of a row, with contents as given, and the row's tools."""
+    """The turns of a row, with unchanged contents, and the row's tools."""
     for column in ("images", "image"):
         if row.get(column):
-            raise RowProblem(column, "text alone; give images by --image, with one PROMPT")
+            raise RowProblem(column, "no images in a file; give images with --image and a single PROMPT")
     if "messages" in row:
         if expected := expected_of(given := row["messages"]):
             raise RowProblem("messages", expected)
         if any(turn.get("function_call") for turn in given):
-            raise RowProblem("messages", "calls of tools in `tool_calls`, not in `function_call`")
+            raise RowProblem("messages", "tool calls in `tool_calls`, not in `function_call`")
         turns = [{name: value for name, value in turn.items() if name != "weight"} for turn in given]
     elif isinstance(row.get("prompt"), str):
         turns = [{"role": "user", "content": row["prompt"]}]
     else:
         raise RowProblem("prompt", "text, or `messages` instead")
     if row.get("chat_template_kwargs"):
-        raise RowProblem("chat_template_kwargs", "no variables of the template: only training reads these")
+        raise RowProblem("chat_template_kwargs", "no value: only training passes these variables to the chat template")
     if not isinstance(system := row.get("system") or "", str):
         raise RowProblem("system", "text")
     return with_system(turns, system), _tools(row.get("tools") or None)
@@ -96,7 +97,7 @@ def _tools(given: Any) -> Tools:
     with contextlib.suppress(ValueError):
         given = json.loads(given) if isinstance(given, str) else given
     if given is not None and not (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
-        raise RowProblem("tools", "a list of schemas, or JSON of one")
+        raise RowProblem("tools", "a list of schemas, or its JSON text")
     return given and [tool if "function" in tool else {"type": "function", "function": tool} for tool in given]
 
 
@@ -105,7 +106,7 @@ HELP = "/reset forgets what was said, /system TEXT changes the system message; C
 
 
 def talk(sides: Mapping[str, Answerer], system: str | None, max_new_tokens: int) -> None:
-    """Let each side answer each typed line, until the end of the input. A side has its own name and history."""
+    """Let all models in `sides` answer each typed line, until the input ends. Each model has a name and a history."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - lets input() edit lines and recall earlier ones
     print(wrapped(HELP))
@@ -135,7 +136,7 @@ def talk(sides: Mapping[str, Answerer], system: str | None, max_new_tokens: int)
 
 
 def _answer(side: Answerer, history: Turns, line: str, system: str | None, max_new_tokens: int) -> None:
-    """Print an answer and add both turns to the history; a prompt that cannot be answered does not change it."""
+    """Print an answer and add both turns to the history, which stays unchanged if the prompt cannot be answered."""
     turns = [*history, {"role": "user", "content": line}]
     if expected := expected_of(turns):
         print(wrapped(f"expected {expected}"))
@@ -144,7 +145,7 @@ def _answer(side: Answerer, history: Turns, line: str, system: str | None, max_n
         answer = side.stream(with_system(turns, system), max_new_tokens, _write)
     except UserError as error:
         for problem in error.problems:
-            print(wrapped(printable(f"{problem}; /reset begins anew" if history else problem)))
+            print(wrapped(printable(f"{problem}; /reset starts a new conversation" if history else problem)))
         return
     print(printable("" if answer.ended else f" [cut after {answer.tokens} tokens]"))
     history[:] = [*turns, {"role": "assistant", "content": answer.text}]

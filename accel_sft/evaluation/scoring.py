@@ -18,18 +18,18 @@ PERPLEXITY = "perplexity"
 """exp(eval_loss)."""
 UNANSWERED = (EVAL_LOSS, PERPLEXITY)
 """If one of these is a task's main metric, no answers are generated or scored."""
-_UNUSABLE = "the task's aggregate() failed, or gave something other than a number by name"
+_UNUSABLE = "the task's aggregate() failed, or gave something other than a dict of numbers"
 _TRIED = 8
-"""Number of validation examples whose own targets are scored before anything is loaded."""
+"""Number of validation examples whose targets are scored as a test, before the model is loaded."""
 
 
 def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = None) -> list[str]:
     """Score the targets of the first validation examples, so that a mistake in the task is found before training.
-    Return a warning if none of them scores. If aggregate() fails on so few scores, that is accepted."""
+    Return a warning (in a list) if the main metric is 0 for them. An aggregate() that fails on so few is accepted."""
     if task.main_metric in UNANSWERED:
         return []
     chats = {index: conversation(task, examples, "validation", index) for index in range(min(len(examples), _TRIED))}
-    # the chat template decides how a tool call is written
+    # without tool calls: the chat template decides how these are written
     targets = {index: wanted(chat, thinking) for index, chat in chats.items() if not chat.calls}
     if not targets:
         return []
@@ -47,18 +47,18 @@ def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = No
     main = task.main_metric
     if _checked(task, metrics)[main] or not task.higher_is_better:
         return []
-    first = f"the first {len(targets)} validation examples"
-    return [f"warning: {main} is 0 for the expected answers of {first}; see the task's options, or its score()"]
+    answers = f"the expected answers of the first {len(targets)} validation examples"
+    return [f"warning: {main} is 0 for {answers}; check the task's options, or its score()"]
 
 
 def limits_on_scores(task: Task, validation: Any, config: TrainConfig) -> list[str]:
-    """A warning if `--max-new-tokens` is below the expected answers' length; `validation` is a StoredEncoding."""
+    """A warning (in a list) if expected answers are longer than `--max-new-tokens`. `validation`: a StoredEncoding."""
     rows, most = validation.kept, config.max_new_tokens
     if task.main_metric in UNANSWERED or config.eval_every == "off" or not most:
         return []
-    cut = int((rows.answers - 1 > most).sum())  # without the token that ends them
-    above = f"have more tokens than --max-new-tokens {most}, and cannot be generated whole"
-    return [f"warning: {cut:,} of {len(rows):,} validation answers {above}"] if cut else []
+    cut = int((rows.answers - 1 > most).sum())  # the token that ends an answer does not count
+    limit = f"--max-new-tokens {most}, and cannot be generated in full"
+    return [f"warning: {cut:,} of {len(rows):,} validation answers have more tokens than {limit}"] if cut else []
 
 
 def scored(task: Task, examples: Sequence[Any], index: int, text: str, split: str = "validation") -> dict[str, Any]:
@@ -85,9 +85,9 @@ def _checked(task: Task, given: Mapping[str, Any]) -> dict[str, float]:
     metrics = from_task(_UNUSABLE, lambda: {str(key): float(value) for key, value in given.items()})
     main = task.main_metric
     if main not in metrics:
-        method = "aggregate" if type(task).aggregate is not Task.aggregate else "score"  # by default score()'s keys
+        method = "aggregate" if type(task).aggregate is not Task.aggregate else "score"  # whose keys name the metrics
         raise UserError(f"the task's {method}() gave {sorted(metrics)}, without its main_metric {main!r}; add it")
     if taken := metrics.keys() & {"step", "loss", EVAL_LOSS, *COSTS}:
         names = ", ".join(sorted(taken))
-        raise UserError(f"the task's aggregate() gave {names}: these names are the trainer's; choose others")
+        raise UserError(f"the task's aggregate() gave {names}, which are names of the trainer's metrics; rename them")
     return metrics

@@ -1,1 +1,1 @@
-"""Output to the terminal, and files that are written whole or not at all."""
+"""Writes to the terminal, and writes files as a whole or not at all."""

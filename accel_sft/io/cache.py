@@ -1,8 +1,8 @@
 """The cache: each entry is a folder, found by a hash of what decides its content, and verified when it is opened.
 
-An entry is made under another name, synced to the disk and renamed, so that neither concurrent nor killed runs leave a
-partial entry. A folder of another user is not used: a manifest shows damage, not forgery. Needs only the
-standard library.
+An entry is made under a temporary name, synced to the disk and renamed, so that neither concurrent nor killed runs
+leave a partial entry. A folder of another user is not used, because a manifest reveals damage but no forgery. Needs
+only the standard library.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from accel_sft.io.files import expanded
 from accel_sft.io.terminal import terminal
 
 UNUSED_DAYS, ABANDONED_DAYS = 30, 1
-"""Days after which an unused entry, or an unchanged partial one, is removed. Making an entry removes old ones."""
+"""Days after which an unused entry, or an unchanged partial entry, is removed; this happens when an entry is made."""
 
 
 def folder() -> Path:
@@ -31,7 +31,7 @@ def folder() -> Path:
 
 
 def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
-    """Return an entry's folder and the `about` of `publish`; None if it is absent, damaged (logged) or foreign."""
+    """Return an entry's folder and its `about` (see `publish`); None if absent, damaged (logged) or another user's."""
     path = folder() / kind / key
     try:
         if not path.is_absolute() or not path.exists() or not _is_mine(path.parent):
@@ -46,17 +46,17 @@ def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
 
 
 def _is_mine(base: Path) -> bool:
-    """Whether this user or root owns both a folder of entries and the cache's folder."""
+    """Whether this user or root owns both the folder `base` of entries and the cache's folder."""
     return all(folder.stat().st_uid in (os.getuid(), 0) for folder in (base, base.parent))
 
 
 @contextlib.contextmanager
 def partial(kind: str) -> Iterator[Path]:
-    """Make a folder to fill and `publish`; at the end, an unpublished one is removed. Old entries are removed first."""
+    """Make a folder to fill and `publish`; if it is not published, it is removed. Old entries are removed first."""
     base = folder() / kind
     if not base.is_absolute():
         raise FileNotFoundError(2, "no home folder, and ACCEL_SFT_CACHE is not set", str(base))
-    base.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # `mode` does not apply to the parents it makes
+    base.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # `mode` does not apply to parents
     base.mkdir(exist_ok=True, mode=0o700)
     if not _is_mine(base):
         reason = f"{base} belongs to another user"
@@ -66,7 +66,7 @@ def partial(kind: str) -> Iterator[Path]:
             hidden = entry.name.startswith(".")
             newest = max(path.stat().st_mtime for path in (entry, *(entry.iterdir() if hidden else ())))
             if newest < time.time() - (ABANDONED_DAYS if hidden else UNUSED_DAYS) * 86400:
-                shutil.rmtree(entry)  # a run that has opened its files can still read them
+                shutil.rmtree(entry)  # a run that has opened its files can still read these
     made = Path(tempfile.mkdtemp(prefix=".", dir=base))
     try:
         yield made
@@ -76,7 +76,7 @@ def partial(kind: str) -> Iterator[Path]:
 
 def publish(made: Path, kind: str, key: str, about: dict[str, Any]) -> Path:
     """Write a folder's manifest, with `about` in it, and rename the folder to the entry's name. A damaged entry is
-    replaced; an intact one, which another run made, stays and is returned."""
+    replaced; an intact entry that another run made stays. Returns the entry's folder."""
     manifest.write(made, about)
     target = folder() / kind / key
     if target.exists() and not find(kind, key):
@@ -84,7 +84,7 @@ def publish(made: Path, kind: str, key: str, about: dict[str, Any]) -> Path:
     try:
         made.rename(target)
     except OSError:
-        if not target.exists():  # else another run was quicker
+        if not target.exists():  # otherwise another run was quicker
             raise
     manifest.sync(target.parent)
     return target

@@ -1,4 +1,4 @@
-"""Makes exported configurations mean the same to readers that know other keys, such as transformers 4."""
+"""Writes exported configurations so that libraries with other keys, such as transformers 4, read the same values."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -8,14 +8,14 @@ from typing import Any
 from accel_sft.io.files import read_json
 
 _OWN = {"auto_map", "quantization_config", "compression_config"}
-"""Keys of a base's configuration that may not hold for the exported weights."""
+"""Keys of the base model's configuration whose values may be wrong for the exported weights."""
 _OF_ROPE = "rope_theta", "partial_rotary_factor"
 
 
 def complete_config(folder: Path, dtype: str | None, base: Mapping[str, Any]) -> None:
-    """Complete config.json. Write the weights' `dtype`, for parts of the model too: transformers writes the type of the
-    model in memory. Also write settings under older keys, such as those of the `base`'s config.json: where these
-    are missing, transformers 4 would silently use defaults."""
+    """Complete config.json. Write the `dtype` of the exported weights, also for the model's parts: transformers writes
+    the type that the model has in memory. Also write settings under older keys, and the settings of `base`'s
+    config.json: if a key were missing, transformers 4 would silently use its default."""
 
     def within(part: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
         if part.get("model_type") != before.get("model_type"):
@@ -23,7 +23,7 @@ def complete_config(folder: Path, dtype: str | None, base: Mapping[str, Any]) ->
         complete = {key: value for key, value in before.items() if key not in _OWN and not key.startswith("_")} | part
         complete |= {key: dtype for key in ("dtype", "torch_dtype") if dtype and isinstance(complete.get(key), str)}
         rope = part.get("rope_parameters") or {}
-        by_layer = any(isinstance(value, dict) for value in rope.values())  # older readers know two kinds of layers
+        by_layer = any(isinstance(value, dict) for value in rope.values())  # older libraries know two kinds of layers
         full = (rope.get("full_attention") or {}) if by_layer else rope
         complete |= {key: full[key] for key in _OF_ROPE if key in full}
         scaling = {key: value for key, value in full.items() if key not in _OF_ROPE}

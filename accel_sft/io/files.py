@@ -15,11 +15,11 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.manifest import sync
 
 PAGE_MARK = '<meta name="generator" content="accel-sft '
-"""Text in the head of every page that a command of this package writes, within the first 20,000 characters."""
+"""Text in the head of every HTML page that a command of this package writes, in the page's first 20,000 characters."""
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text`; if the process or the machine dies, either the old or the new file is there."""
+    """Write `text` to the file `path`; if the process or the machine dies, this is either the old or the new file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -60,7 +60,7 @@ def put_in_place(partial: Path, target: Path) -> None:
 
 
 def remove(folder: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a folder, or a file that has its name. Remove only the link if a user linked the folder elsewhere."""
+    """Remove what `folder` names: a folder, a file, or a link (but not the link's target)."""
     if folder.is_symlink() or folder.is_file():
         folder.unlink()
     else:
@@ -69,24 +69,24 @@ def remove(folder: Path, *, ignore_errors: bool = False) -> None:
 
 def _sync_all(folder: Path) -> None:
     for path in (*folder.rglob("*"), folder):
-        if path.suffix == ".safetensors":  # only the owner may read what safetensors writes
+        if path.suffix == ".safetensors":  # safetensors makes files that only their owner may read
             path.chmod(folder.stat().st_mode & 0o666)
         sync(path)
 
 
 @contextlib.contextmanager
-def new_folder(name: str, what: str) -> Iterator[Path]:
-    """Make a folder to fill: it becomes `name` when the block ends, and is removed if the block raises. Errors name
-    `what`, the argument or option."""
-    # not at the top: on Windows, which lacks locks, this module must load, so that a line can refuse Windows
+def new_folder(name: str, flag: str) -> Iterator[Path]:
+    """Make a folder to fill: it becomes `name` when the block ends, and is removed if the block raises. Errors name the
+    argument or option `flag`."""
+    # not at the top: this module must load on Windows, which lacks locks, so that a message can refuse Windows
     from accel_sft.io.lock import is_locked, lock
 
-    target = Path(os.path.realpath(expanded(name, what)))  # if `name` is a link, it stays, and its target is filled
+    target = Path(os.path.realpath(expanded(name, flag)))  # if `name` is a link, the link's target is filled
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise UserError(f"{what} {name}: not empty; name another folder")
+            raise UserError(f"{flag} {name}: not empty; name another folder")
         if is_locked(_partial(target)):
-            raise UserError(f"{what} {name}: another process is writing it; name another folder")
+            raise UserError(f"{flag} {name}: another process is writing it; name another folder")
         partial = begin_folder(target)
         try:
             lock(partial)
@@ -97,16 +97,16 @@ def new_folder(name: str, what: str) -> Iterator[Path]:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        raise UserError(f"{what} {name}: cannot be written ({error.strerror or error}); name another folder") from error
+        raise UserError(f"{flag} {name}: cannot be written ({error.strerror or error}); name another folder") from error
     except Exception as error:
         if not isinstance(error, UserError) and (trouble := trouble_of_writing(error, target.parent)):
-            raise UserError(f"{what} {name}: {trouble}, or name another folder") from error
+            raise UserError(f"{flag} {name}: {trouble}, or name another folder") from error
         raise
 
 
 def trouble_of_writing(error: Exception, folder: Path) -> str:
-    """What is wrong with a folder in which writing failed, and what to do; "" if no cause is found. The folder itself
-    is examined: writers in C++, in Rust and in threads do not pass on errno."""
+    """What is wrong with a folder in which writing failed, and what to do; "" if no cause is found. This looks at the
+    folder itself, because code in C++, in Rust and in threads does not report errno."""
     if not folder.is_dir():
         return "the folder is gone; put it back"
     if not os.access(folder, os.W_OK):
@@ -117,17 +117,17 @@ def trouble_of_writing(error: Exception, folder: Path) -> str:
     return f"{limits[0].lower()}; free space, or raise the limit" if limits else ""
 
 
-def expanded(name: str, what: str = "--model") -> Path:
-    """The path `name` with ~ expanded; raises UserError, naming the setting `what`, if there is no such home folder."""
+def expanded(name: str, flag: str = "--model") -> Path:
+    """The path `name` with ~ expanded; UserError, which names the option `flag`, if there is no such home folder."""
     try:
         return Path(name).expanduser()
     except RuntimeError:
-        raise UserError(f"{what} {name}: nobody here has this home folder; write the path in full") from None
+        raise UserError(f"{flag} {name}: no user has this home folder; write the full path") from None
 
 
 def made_folder(path: Path, *, mine: bool) -> Path:
-    """Make this folder, unless it exists, and return it. With `mine` the folder is always new: if two commands choose
-    the same name in one second, the second command's name gets the ending -2."""
+    """Make this folder, unless it exists, and return it. With `mine`, the folder is always new: if the name is taken,
+    as when two commands choose the same name in one second, a number is appended, such as -2."""
     path.parent.mkdir(parents=True, exist_ok=True)
     made, number = path, 1
     while True:
@@ -142,7 +142,7 @@ def made_folder(path: Path, *, mine: bool) -> Path:
 
 
 def abandoned(folder: Path) -> list[Path]:
-    """The files that a killed `write_atomically` left in a folder; only meaningful where no other process writes."""
+    """The files that a killed `write_atomically` left in a folder; valid only if no other process is writing there."""
     return [path for path in folder.glob(".*.tmp") if path.name.split(".")[-2].isdecimal()]
 
 
@@ -156,9 +156,9 @@ def json_safe(value: Any) -> Any:
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """Return a regular file's text: someone else's folder may have an endless pipe or device."""
+    """Return a regular file's text; OSError for anything else, such as an endless pipe or device."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return path.read_text("utf-8", errors)
 
 
@@ -171,7 +171,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a run; {} if there is no file, or the run was killed while writing it."""
+    """The JSON object in a file of a run; {} if the file is missing, damaged or half-written."""
     try:
         return mapping(read_json(path))
     except UserError:
@@ -179,9 +179,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The JSON objects in the lines of a file, and the number of other lines, such as a half-written one."""
+    """The JSON objects in the lines of a file, and the number of other lines, such as half-written lines."""
     rows, unreadable = [], 0
-    for line in filter(None, read_text(path, "replace").split("\n")):  # splitlines() would split at U+2028, too
+    for line in filter(None, read_text(path, "replace").split("\n")):  # splitlines() would also split at U+2028
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
@@ -194,7 +194,7 @@ def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """Return `value` if it is a dict, else an empty one: it may come from a damaged file, or someone else's."""
+    """Return `value` if it is a dict, else an empty dict: a damaged or edited file may hold anything."""
     return value if isinstance(value, dict) else {}
 
 
@@ -204,12 +204,12 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def page_file(name: str, flag: str) -> Path:
-    """Return the path of the HTML page that the option `flag` names; UserError if it would replace something else."""
+    """Return the path of the HTML page that the option `flag` names; UserError if another file is there."""
     path = expanded(name, flag)
     if path.is_dir() or not path.parent.is_dir():
-        raise UserError(f"{flag} {path}: expected a file's name, in a folder that exists")
+        raise UserError(f"{flag} {path}: expected the name of a file in an existing folder")
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as file:
             if PAGE_MARK not in file.read(20_000):
-                raise UserError(f"{flag} {path}: a file that is no page of accel-sft; name another file")
+                raise UserError(f"{flag} {path}: this file is not a page of accel-sft; name another file")
     return path

@@ -1,4 +1,4 @@
-"""`Finding`: one result of an audit or a tool, with its level, and how the terminal shows it."""
+"""Defines `Finding`, one result of an audit or a tool, and formats findings for the terminal."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ class Finding:
 
 
 LEVELS = ("error", "warning", "note")
-"""Levels of a launch's audit: an `error` stops the run, a `warning` or a `note` is printed."""
+"""Levels of a launch's audit: an `error` stops the run, a `warning` or a `note` is only printed."""
 error, warning, note = (functools.partial(Finding, level) for level in LEVELS)
 
 
@@ -45,7 +45,7 @@ def worst(findings: Iterable[Finding], levels: Sequence[str]) -> str:
 
 
 def lines(finding: Finding, colors: Mapping[str, str], indent: int = 0) -> Iterator[str]:
-    """The finding as lines for the terminal: its level in the color given for it, subject, what, and the fix below."""
+    """The finding as lines for the terminal: its level (`colors` maps levels to colors), subject, what and fix."""
     margin = indent + _LEVEL
     words = ": ".join(filter(None, (finding.subject, finding.what)))
     level = f"{finding.level:<{_LEVEL - 1}} "
@@ -56,7 +56,7 @@ def lines(finding: Finding, colors: Mapping[str, str], indent: int = 0) -> Itera
 
 
 def styled(text: str, **style: Any) -> str:
-    """`text` as `click.style` shows it on a terminal; unchanged elsewhere, and where NO_COLOR is set."""
+    """`text` as `click.style` shows it on a terminal; unchanged without a terminal, or if NO_COLOR is set."""
     return click.style(text, **style) if terminal().isatty() and "NO_COLOR" not in os.environ else text
 
 

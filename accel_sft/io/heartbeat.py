@@ -12,13 +12,13 @@ _waiting = 0
 
 
 def heartbeat() -> None:
-    """Note that the calling program made progress."""
+    """Record that the program made progress."""
     global _beats
     _beats += 1
 
 
 def heartbeat_count() -> int:
-    """Number of heartbeats so far; only changes of this number have a meaning."""
+    """Number of heartbeats so far; only its changes have a meaning."""
     return _beats
 
 
@@ -41,7 +41,7 @@ def activity_counts() -> bool:
 
 @contextlib.contextmanager
 def exchange() -> Iterator[None]:
-    """Mark a block, or function, in which the main thread waits for other ranks or for a device that waits for them."""
+    """Mark a block, or function, in which the main thread waits for other ranks, directly or through its device."""
     global _waiting
     _waiting += 1
     try:

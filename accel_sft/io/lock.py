@@ -8,7 +8,7 @@ from pathlib import Path
 from accel_sft.api.errors import UserError
 
 LOCK_SECONDS = 8
-"""Seconds to wait for a locked folder, whose owner may be ending: a rank ends some seconds after its launcher."""
+"""Seconds to wait for a locked folder, as its process may be about to end: ranks end seconds after their launcher."""
 _locked: list[int] = []
 """Descriptors of the folders that this process locked."""
 
@@ -16,8 +16,8 @@ _locked: list[int] = []
 def lock(path: Path) -> None:
     """Lock the folder itself until this process ends, however it ends; nothing is written into it.
 
-    The system drops the lock when the last process closes its descriptor, so a forked child closes its copy:
-    otherwise a task's process pool that outlives a killed run would keep the folder locked for every resume.
+    The system drops the lock when all copies of the descriptor are closed, so a forked child closes its copy: otherwise
+    a task's process pool that outlives a killed run would keep the folder locked, and no resume could start.
     """
     descriptor = os.open(path, os.O_RDONLY)
     _locked.append(descriptor)
@@ -34,7 +34,7 @@ def lock(path: Path) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process of this machine works in the folder; always False on a file system without locks."""
+    """Whether a process of this machine has locked the folder; always False on a file system without locks."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:

@@ -31,8 +31,8 @@ Entries = Mapping[str, list[Any]]
 def write(
     folder: Path, about: dict[str, Any], entries_so_far: Entries | None = None, *, among: Iterable[str] | None = None
 ) -> None:
-    """Write the manifest: `about` (JSON), and size and SHA-256 of every file below `folder`, or of those named in
-    `among`. `entries_so_far` has files that were hashed while they were written. Sync everything to disk."""
+    """Write the manifest: `about` (JSON), and size and SHA-256 of every file below `folder` (or only of the files in
+    `among`). `entries_so_far` has entries that were computed while files were written. Sync everything to disk."""
     names = [name for name in (_names(folder) if among is None else sorted(among)) if name != MANIFEST]
     entries_so_far = entries_so_far or {}
     with ThreadPoolExecutor(THREADS) as threads:
@@ -50,7 +50,7 @@ def about(folder: Path) -> dict[str, Any]:
 
 
 def identity(folder: Path) -> str | None:
-    """SHA-256 of the folder's manifest, and so of all that the folder holds; None if the manifest cannot be read."""
+    """SHA-256 of the folder's manifest, which changes with any file of the folder; None if it cannot be read."""
     try:
         return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
     except OSError:
@@ -58,17 +58,17 @@ def identity(folder: Path) -> str | None:
 
 
 def entries(folder: Path) -> Entries:
-    """The files in the folder's manifest, with size and SHA-256; raises Damaged if it is missing or changed."""
+    """The files in the folder's manifest, with size and SHA-256; Damaged if the manifest is missing or changed."""
     return _content(folder)["files"]
 
 
 def paths(folder: Path) -> list[Path]:
-    """The files that the folder's manifest names, in order; readers of the folder open these and no other."""
+    """The files that the folder's manifest names, in order; readers of the folder open no other files."""
     return [folder / name for name in entries(folder)]
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Check every byte of the folder, or raise Damaged; return the `about` that `write` was given."""
+    """Check every byte of the folder, and return the `about` that was given to `write`; Damaged if a file differs."""
     content = _content(folder)
     if extra := sorted({*_names(folder)} - content["files"].keys() - {MANIFEST}):  # e.g. copied from elsewhere
         raise Damaged(f"{extra[0]} is not in {MANIFEST}: accel_sft did not write this file; remove it")
@@ -78,7 +78,7 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def differences(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield each file that differs from what the manifest says was written, and how; or raise Damaged."""
+    """Yield each file that differs from the manifest, and how; raises Damaged if the manifest itself is damaged."""
     files, same = _content(folder)["files"], []
     for name, (size, _) in files.items():
         try:
@@ -89,14 +89,14 @@ def differences(folder: Path) -> Iterator[tuple[str, str]]:
         if not stat.S_ISREG(there.st_mode):  # a device may have no end
             yield name, "is not a regular file"
         elif there.st_size != size:
-            yield name, f"has {there.st_size} bytes, {size} were written"
+            yield name, f"has {there.st_size} bytes, but {size} were written"
         else:
             same.append(name)
     with ThreadPoolExecutor(THREADS) as threads:
         digests = threads.map(lambda name: _digest(folder / name), same)
         for name, digest in zip(same, digests, strict=True):
             if digest != files[name][1]:
-                yield name, "has other bytes than were written"
+                yield name, "has changed since it was written"
 
 
 def sync(path: Path) -> None:
@@ -121,7 +121,7 @@ def _content(folder: Path) -> dict[str, Any]:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         content = json.loads(text)["content"]
         if text != _text(content):
-            raise Damaged(f"{MANIFEST} is not what was written")
+            raise Damaged(f"{MANIFEST} has changed since it was written")
         for name, (size, digest) in content["files"].items():
             inside = not Path(name).is_absolute() and ".." not in Path(name).parts
             if not (inside and type(size) is int and isinstance(digest, str) and isinstance(content["about"], dict)):
@@ -144,14 +144,14 @@ def write_hashed(path: Path, parts: Iterable[memoryview]) -> list[Any]:
     digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
         for part in parts:
-            for start in range(0, len(part), _BLOCK):  # hashing lets Python's other threads run, block by block
+            for start in range(0, len(part), _BLOCK):  # between blocks, Python's other threads can run
                 block = part[start : start + _BLOCK]
                 heartbeat()
                 digest.update(block)
                 size += file.write(block)
         file.flush()
         os.fsync(file.fileno())
-        if hasattr(os, "posix_fadvise"):  # not on macOS; the page cache is for data that training reads
+        if hasattr(os, "posix_fadvise"):  # not on macOS; keeps the page cache for training data
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return [size, digest.hexdigest()]
 
@@ -166,6 +166,6 @@ def _digest(path: Path) -> str:
 
 
 def _text(content: dict[str, Any]) -> str:
-    """Return the manifest's exact text: comparing it with the file also finds a changed escape or space."""
+    """Return the manifest's exact text, so that comparing it with the file reveals even a changed space."""
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return json.dumps({"sha256": digest, "content": content}, indent=1) + "\n"

@@ -21,7 +21,7 @@ from accel_sft.io.files import (
 )
 
 RUNS = "runs"
-"""The folder of runs, unless `--output-dir` names another."""
+"""The folder of runs, unless `--output-dir` names a different one."""
 _RECORD = {"task": str, "config": dict, "task_options": dict}
 """Keys and types of run.json in every version; a file without them is not taken for a run's record."""
 _BEFORE_RECORD = {"result.json", "logs", "base", ".base.partial", ".base.outgoing"}
@@ -34,14 +34,14 @@ def _inside(*names: str) -> property:
 
 @dataclasses.dataclass(frozen=True)
 class RunDir:
-    """The folder `path` of one run; `evaluate --output-dir` makes one with result, report and answers only."""
+    """The folder `path` of one run; `evaluate --output-dir` makes a folder with only result, report and answers."""
 
     path: Path
 
     record = _inside("run.json")
     """Settings, data and launch that the run was started with; a resume is compared with this record."""
     settings = _inside("run.yaml")
-    """Task and settings: `--config` starts the run again with them."""
+    """Task and settings, as a file for `--config` that starts the same run again."""
     launch = _inside("launch.yaml")
     """The launch file's content, with the launcher's flags that decide the run's numbers."""
     deepspeed = _inside("deepspeed.json")
@@ -63,7 +63,7 @@ class RunDir:
     best = _inside("best")
     final = _inside("final")
     final_plain = _inside("final-plain")
-    """With `--ema-decay`, the last step's weights themselves; final/ has their averages."""
+    """With `--ema-decay`, the weights after the last step; final/ then has the averaged weights."""
     profile = _inside("profile")
     logs = _inside("logs")
     samples = _inside("samples")
@@ -77,7 +77,7 @@ class RunDir:
     @classmethod
     def record_around(cls, model: str) -> dict[str, Any] | None:
         """The run.json in the folder `model` or in the folder above it; if neither has one, the record in the model
-        card in `model`. None if there is no record, and for a hub id."""
+        card in `model`. None without a record, and if `model` is a hub id."""
         folder = expanded(model).absolute()
         folders = (folder, folder.parent) if folder.is_dir() else ()
         run = next((run for run in map(cls, folders) if run.record.is_file()), None)
@@ -85,8 +85,8 @@ class RunDir:
 
     @classmethod
     def weights_in(cls, model: str) -> str:
-        """The best/ of the run in the folder `model`, or its final/ if it has no best/; `model` itself if it is not a
-        run. (Training from an earlier run takes its final/, see `find_source`.)"""
+        """The best/ of the run in the folder `model`, or the run's final/ if there is no best/; `model` itself if it is
+        not a run. (Training from an earlier run takes that run's final/, see `find_source`.)"""
         run = cls(expanded(model))
         if not run.record.is_file():
             return model
@@ -97,13 +97,13 @@ class RunDir:
 
     @classmethod
     def choice_in(cls, model: str, *, train: bool = False) -> list[str]:
-        """A line (in a list) that says which weights `weights_in` takes or, with `train`, training from the run; [] if
-        the run does not have both best/ and final/."""
+        """A note (in a list) that says which weights `weights_in` returns or, with `train`, with which weights a
+        training from this run starts; [] if the run does not have both best/ and final/."""
         run = cls(expanded(model))
         if not (run.record.is_file() and run.best.is_dir() and run.final.is_dir()):
             return []
-        taken, step, other = ("final", "best", run.best) if train else ("best", "last", run.final)
-        return [f"note: this run's {taken}/ weights are taken; for those of its {step} step name {other}"]
+        taken, step, folder = ("final", "best", run.best) if train else ("best", "last", run.final)
+        return [f"note: using this run's {taken}/ weights; for the weights of its {step} step, name {folder}"]
 
     def answers(self, step: int) -> Path:
         """The answers of the evaluation at `step`."""
@@ -128,7 +128,7 @@ class RunDir:
         return _by_step(self.checkpoints, "")
 
     def all_answers(self) -> list[Path]:
-        """The files of answers, the earliest step's first."""
+        """The files of answers, in the order of their steps."""
         return _by_step(self.samples, ".jsonl")
 
     def has_trained(self) -> bool:
@@ -150,19 +150,19 @@ class RunDir:
         return not others and self.read_status() in ("running", "interrupted", "failed")
 
     def write_result(self, result: Mapping[str, Any]) -> Path:
-        """Write the run's summary, which scripts and the comparison read; NaN becomes null."""
+        """Write the run's summary, which scripts and `compare` read; NaN becomes null."""
         write_atomically(self.result, result_text(result))
         return self.result
 
     def write_ended(self, status: str, error: str) -> None:
-        """Record why an unfinished run ended. A finished run's result stays, and so does the first of several causes.
-        Errors of writing, such as a full disk's, are suppressed: they must not hide the cause."""
+        """Record why an unfinished run ended. The result of a finished run is not replaced, and neither is an earlier
+        cause. Errors while writing, such as a full disk, are suppressed: they must not hide the cause."""
         if self.read_status() == "running":
             with contextlib.suppress(OSError):
                 self.write_result({"status": status, "error": error})
 
     def read_status(self) -> str | None:
-        """The `status` in result.json; None where there is no such file or it is broken."""
+        """The `status` in result.json; None if the file is missing or damaged."""
         return read_object(self.result).get("status")
 
     def read_samples(self, step: int) -> list[dict[str, Any]]:
@@ -184,7 +184,7 @@ def _record_in(card: Path) -> dict[str, Any] | None:
 
     try:
         content = yaml.safe_load(read_text(card).partition("\n---\n")[0])
-    except (OSError, ValueError, LookupError, AttributeError, RecursionError, yaml.YAMLError):  # anyone's README
+    except (OSError, ValueError, LookupError, AttributeError, RecursionError, yaml.YAMLError):  # any project's README
         return None
     record = content.get("accel_sft") if isinstance(content, dict) else None
     return {**record, "in_card": True} if _is_record(record) else None  # a card's record names no data
@@ -212,7 +212,7 @@ def result_text(result: Mapping[str, Any]) -> str:
 
 
 def _by_step(folder: Path, suffix: str) -> list[Path]:
-    """Return the entries of `folder` with exactly a step's name, by step; other names are copies that a user made."""
+    """Return the entries of `folder` that have exactly a step's name, by step; a user's copies have longer names."""
     entries = folder.glob(f"step-*{suffix}")
     mine = (path for path in entries if path.name.removeprefix("step-").removesuffix(suffix).isdecimal())
     return sorted(mine, key=step_of)

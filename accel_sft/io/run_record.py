@@ -1,5 +1,5 @@
-"""What other commands use of a finished run: the task's settings from its record, and, to check the run, digests of
-what decided its numbers and a manifest of its folder.
+"""Reads the task's settings from a run's record, for other commands. For checking a finished run, computes digests of
+what decided the run's numbers, and writes a manifest of its folder.
 
 Checkpoints also hold these digests, and the hash chain over the lines of metrics.jsonl. Needs no torch.
 """
@@ -28,8 +28,8 @@ def recorded_options(
     same_data: bool,
 ) -> dict[str, Any]:
     """Return the settings of a run's task from its record, without those in `given` (None: the command takes no
-    settings of a task). The record may be someone else's and name any file of this machine, so it may name files only
-    with `same_data`."""
+    settings of a task). Another person's record could name any file of this machine, so files in a record are read
+    only with `same_data`."""
     before = record["task_options"]
     mine = [s for s in task_settings if s.name in before.keys() - {*(given or ())}]
     hidden = [s for s in mine if HIDDEN in str(before[s.name])]
@@ -44,15 +44,14 @@ def recorded_options(
     files = [s for s in mine if NAMES_A_FILE.search(s.name) and before[s.name] != s.default]
     if files and not same_data:
         named = " ".join(f"{s.flag} {shlex.quote(str(before[s.name]))}" for s in files)
-        why = "its record names files, which are read only if you ask for that"
-        fix = "add --same-data" if given is None else f"add --same-data, or {named}"
-        raise UserError(f"{where}: {why}; {fix}")
+        option = "--same-data" if given is None else f"--same-data, or {named}"
+        raise UserError(f"{where}: its record names files, which are read only if you ask for that; add {option}")
     return {s.name: before[s.name] for s in mine}
 
 
 def made_by(record: Mapping[str, Any]) -> dict[str, Any]:
     """What decided a run's numbers, from its run.json: digests of settings (without those that a resume may change),
-    data and code, and the libraries' versions. A digest that earlier versions did not record is None."""
+    data and code, and the libraries' versions. None stands for a digest that older versions did not record."""
     config = {name: value for name, value in record["config"].items() if name not in LAYOUT}
     settings = [record["task"], config, record["task_options"], record.get("total_steps")]
     return {
@@ -65,13 +64,13 @@ def made_by(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def other_versions(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The libraries of `then` that have another version now, in words."""
+    """A phrase for each library of `then` whose version is different now."""
     return [f"{name} {then[name]}, here {now.get(name)}" for name in then if then[name] != now.get(name)]
 
 
 def write_manifest(run_dir: RunDir, result: str, about: dict[str, Any]) -> None:
     """Write the manifest of a finished run's folder, without logs, traces and the trackers' files. The manifest
-    comes before result.json, whose text will be `result`: a run killed in between is unfinished, and rewrites both."""
+    is written before result.json, whose text is `result`: a run killed in between is unfinished, and rewrites both."""
     content = result.encode()
     entries = {run_dir.result.name: [len(content), hashlib.sha256(content).hexdigest()]}
     manifest.write(run_dir.path, about, entries, among=listed(run_dir) | entries.keys())

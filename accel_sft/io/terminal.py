@@ -1,4 +1,4 @@
-"""The terminal: inside `quiet` the libraries' output goes to a file, and only our own lines reach the terminal."""
+"""Prints to the terminal. Inside `quiet`, the output of libraries goes to a file; only our own lines are printed."""
 
 import contextlib
 import io
@@ -32,9 +32,9 @@ def escape_unencodable() -> None:
 def quiet(log_file: Path | None, debug: bool = False, shown_on: int = 1) -> Iterator[TextIO]:
     """Redirect everything that is printed inside to a file; the stream that is yielded still reaches the terminal.
 
-    File descriptors are redirected, so that compilers and C libraries are caught with the rest. May be nested: the
-    inner file takes over. Without `log_file` the file is temporary, and is printed to standard error if the block
-    raises anything but UserError. Our own lines go to the descriptor `shown_on`: 2 where 1 is for a command's result.
+    File descriptors are redirected, which includes the output of compilers and C libraries. May be nested: the inner
+    file takes over. Without `log_file` the file is temporary, and is printed to standard error if the block raises
+    anything but UserError. Our own lines go to the descriptor `shown_on`: 2 if a command prints its result to 1.
     """
     global _terminal
     if debug:

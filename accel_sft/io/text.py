@@ -1,4 +1,4 @@
-"""Formats text and numbers of models, tasks and files, and escapes control characters and markdown's markup."""
+"""Formats text and numbers that come from models, tasks and files; escapes control characters and markdown markup."""
 
 import re
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ MISSING_VALUES = {
     *("nan", "NaN", "-nan", "NaT", "None", "null", "NULL", "(null)", "undefined", r"\N", "<NA>", "#N/A", "#NA"),
     *("<noinput>", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!"),
 }
-"""Texts that programs write for a missing value: as a whole text, or as a question's last line (Alpaca's input)."""
+"""Texts that programs write for a missing value, as a whole field or as a question's last line (Alpaca's input)."""
 _MARKUP = re.compile(r"[&<>|*`\\~$]|(?<![^\W_])_|_(?![^\W_])|(?<=\])[(\[:]")
-"""Markup that takes effect inside a cell: not an underscore within a word, nor a bracket without a link target."""
+"""Markup that has an effect in a cell; an underscore within a word has none, nor a bracket without a link target."""
 
 
 def one_line(text: str, length: int = LINE_CHARACTERS) -> str:
@@ -25,7 +25,7 @@ def one_line(text: str, length: int = LINE_CHARACTERS) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with all control characters but line breaks escaped: a file's content must not steer a terminal."""
+    """`text` with all control characters except line breaks escaped: a file's content must not steer a terminal."""
     return "\n".join(one_line(line, len(line)) for line in text.split("\n"))
 
 

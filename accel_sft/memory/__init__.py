@@ -1,1 +1,1 @@
-"""The one model of memory: what a run will need, for the engine and for `plan`."""
+"""Predicts the memory that a run needs, for training and for `plan`."""

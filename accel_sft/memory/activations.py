@@ -1,4 +1,4 @@
-"""Bytes that a forward keeps for its backward (activations of the blocks, logits), and their peak.
+"""Computes the bytes that a forward keeps for its backward (activations of the blocks, logits), and their peak.
 
 What autograd saves was counted tensor by tensor (`saved_tensors_hooks`) on small models of transformers 5.23 in
 bfloat16, float32, and float32 under autocast, training all weights or an adapter. The peak was compared with forwards
@@ -13,7 +13,7 @@ LOGIT = 12
 Logits in a narrower type have been freed before that."""
 _TOWER_KEEPS, _TOWER_HOLDS = 50, 40
 """Bytes per patch and element of a vision tower's `width`, in half precision. A trained block keeps the first number
-(measured: 31 to 57); a frozen tower holds the second at one moment (24 to 44)."""
+(measured: 31 to 57); a frozen tower holds the second number at its peak (24 to 44)."""
 PIXEL = 4
 """Bytes of a pixel value in the processor's output."""
 
@@ -21,8 +21,8 @@ PIXEL = 4
 def block_bytes(job: Job, block: Block) -> float:
     """Bytes that one block keeps for one token, without gradient checkpointing."""
     e, hidden = job.computes_bytes, job.shape.hidden_size
-    saved = 2 * hidden * _norm_bytes(job) + 5.25 * job.shape.heads  # attention's normalisers, in float32
-    if block.vectors % hidden == 2 * job.shape.head_dim:  # each head's queries and keys are normed
+    saved = 2 * hidden * _norm_bytes(job) + 5.25 * job.shape.heads  # attention's normalizers, in float32
+    if block.vectors % hidden == 2 * job.shape.head_dim:  # queries and keys of each head are normalized
         saved += (job.shape.heads + job.shape.key_value_heads) * job.shape.head_dim * (4 + e)
     recurrent, attention = ([m for m in block.matrices if m.group == group] for group in ("recurrent", "attention"))
     if not block.recurrent:
@@ -34,7 +34,7 @@ def block_bytes(job: Job, block: Block) -> float:
         into, back = _feed_forward(job, block, group)
         for last in back[:1]:
             outputs = sum(m.outputs for m in into if m.copies == last.copies)
-            gated = 2 if outputs >= 2 * last.inputs else 1  # the activated gate, and its product with up
+            gated = 2 if outputs >= 2 * last.inputs else 1  # the activated gate, and the gate times up
             saved += e * last.active * (outputs + gated * last.inputs)
             if last.copies > 1:  # each expert of a token gets the hidden state and returns one
                 saved += 2 * e * last.active * hidden
@@ -42,8 +42,8 @@ def block_bytes(job: Job, block: Block) -> float:
 
 
 def _feed_forward(job: Job, block: Block, group: str) -> tuple[list[Matrix], list[Matrix]]:
-    """Divide the matrices of a feed-forward, or of experts, into those whose input is the hidden state and those
-    that output it."""
+    """Divide the matrices of a feed-forward, or of experts, into those that read the hidden state and those that output
+    it."""
     hidden = job.shape.hidden_size
     of_group = [m for m in block.matrices if m.group == group and m.name != "gate"]
     into = [m for m in of_group if m.inputs == hidden and m.outputs > 1]
@@ -51,9 +51,9 @@ def _feed_forward(job: Job, block: Block, group: str) -> tuple[list[Matrix], lis
 
 
 def _norm_bytes(job: Job) -> int:
-    """Bytes kept per element of a norm before a matrix, the matrix's input included."""
+    """Bytes kept per element for a norm and for the input of the matrices after it."""
     if job.is_frozen:
-        return 9 if job.autocast else 4 + job.computes_bytes  # the input in float32, and the matrices' input
+        return 9 if job.autocast else 4 + job.computes_bytes  # the norm's input in float32, and the matrices' input
     return 13 if job.autocast else 4 + 2 * job.computes_bytes
 
 
@@ -138,7 +138,7 @@ def peak_bytes(job: Job) -> dict[str, float]:
 
 
 def _block_backward(job: Job, block: Block) -> float:
-    """Bytes of gradients in the backward of a block's widest part, without what the block keeps."""
+    """Bytes of gradients in the backward of a block's widest part, without the bytes that the block keeps."""
     e, hidden = job.computes_bytes, job.shape.hidden_size
     wide = 0.0
     for group in ("feed_forward", "experts"):
@@ -152,8 +152,8 @@ def _block_backward(job: Job, block: Block) -> float:
 
 
 def tower_bytes(job: Job) -> tuple[float, float]:
-    """Bytes that a vision tower keeps for the backward, and the most that it holds in its forward; both include the
-    pixels. A frozen tower keeps only the pixels; with `--train-only` all of the tower counts as trained."""
+    """Bytes that a vision tower keeps for the backward, and the most that it holds during its forward; both include the
+    pixels. A frozen tower keeps only the pixels. With `--train-only`, the whole tower counts as trained."""
     pixels, tower = float(PIXEL * job.pixels), job.shape.tower
     if tower is None or not tower.values:
         return pixels, pixels

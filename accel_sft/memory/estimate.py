@@ -1,7 +1,7 @@
 """Predicts a job's memory by phase and component in closed form: without measuring anything, and without torch.
 
-On a GPU the allocator reuses freed memory, so a phase takes the most that is held at one moment. On a CPU the trainer
-makes glibc keep freed blocks of up to 32 MiB (launch/environment.py). So memory that a forward, the building of an
+On a GPU, the allocator reuses freed memory, so a phase needs as much as it holds at its peak. On a CPU, the trainer
+makes glibc keep freed blocks of up to 32 MiB (launch/environment.py): memory that a forward, the building of an
 engine or an exchange took once stays resident, and the phases add up. benchmarks/plan_accuracy.py measured what stays.
 """
 
@@ -18,24 +18,24 @@ CHECKPOINT_BYTES = 12
 FILE_BYTES = 2**30
 """Size above which a checkpoint file gets no further tensor; about as much is copied to host memory at a time."""
 CUDA_BYTES = GIB
-"""Assumed bytes of a GPU's memory outside of torch's allocator: half is the CUDA context, and an NCCL group took 0.53
-to 0.67 GiB on A100s (NVIDIA/nccl issue 964)."""
+"""Assumed bytes of a GPU's memory outside of torch's allocator: half for the CUDA context, and half for an NCCL group,
+which took 0.53 to 0.67 GiB on A100s (NVIDIA/nccl issue 964)."""
 GAPS = 0.08
 """Share of a step's transient memory that torch's GPU allocator loses to gaps and rounding, with expandable segments
-on. Others measured 0.08 to 0.41 without such segments."""
+on. Without such segments, other people measured 0.08 to 0.41."""
 PROCESS_BYTES = {"ddp": 1.5 * GIB, "deepspeed": 1.7 * GIB}
 """Resident bytes of a GPU's rank before its model is loaded, by backend: Python, torch, CUDA's libraries."""
 CPU_BYTES = 0.4 * GIB
 """Resident bytes of a CPU's rank before its model is loaded."""
 IMAGES_BYTES = 0.1 * GIB
-"""Resident bytes that an image processor adds to a rank's, in addition to twice a forward's pixel values."""
+"""Resident bytes that an image processor adds to a rank's memory, besides two copies of a forward's pixel values."""
 GROWTH_BYTES = 0.24 * GIB
 """Bytes by which a CPU's rank grows until its first step has ended: imports, compiled code, caches, the heap's gaps."""
 HEAP = 1.3
 """Bytes that a forward and its backward leave in a CPU's heap, as a multiple of those that the forward keeps."""
 LEFT_IN_HEAP = {"ddp": 2.5, 0: 0.5, 1: 4.0, 2: 4.0, 3: 6.5}
 """Bytes that a CPU's heap and collectives keep, by backend or ZeRO stage: per trained parameter at stages 1 and 2, else
-per parameter. They held DDP's first buckets, weights before sharding, gathered weights, and exchange buffers."""
+per parameter. DDP's first buckets, weights before sharding, gathered weights and exchange buffers used these bytes."""
 PHASES = ("load", "shard", "first_step", "step", "evaluate", "save", "export")
 """Phases of a run, in order. `first_step` is from the first forward to the first update; `step` is any later step."""
 WITH_COPY = ("step", "evaluate", "save", "export")
@@ -45,7 +45,7 @@ COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits", "buf
 freed memory that the heap keeps; `overhead`: the process, its libraries, the CUDA context, a GPU allocator's gaps."""
 
 Memory = Mapping[str, Mapping[str, float]]
-"""phase -> component -> bytes. A missing phase or component was not estimated; one that takes no memory is 0."""
+"""phase -> component -> bytes. A missing phase or component was not estimated; a component without memory is 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,10 +53,10 @@ class Estimate:
     """The most memory that a rank of a job takes at any moment of each phase.
 
     Attributes:
-        device: memory of one rank's accelerator; {} where ranks train on the CPU.
+        device: memory of one rank's accelerator; {} if ranks train on the CPU.
         host: resident memory of one rank's process, shared pages included.
-        spare_bytes: host memory that a rank can save in the phases WITH_COPY: training then waits while checkpoints are
-            written file by file.
+        spare_bytes: host memory that a rank can do without in the phases WITH_COPY; training then waits while
+            checkpoints are written file by file.
         notes: what the numbers leave out.
     """
 
@@ -86,11 +86,11 @@ class Estimate:
         return self.local_ranks * max(self.host_needed.values(), default=0.0)
 
     def fits(self, gpu_memory: float | None, host_memory: float | None) -> bool:
-        """Whether the job fits into these bytes of each accelerator and of each machine; None is not compared."""
+        """Whether the job fits into these bytes of each accelerator and of each machine; None means no limit."""
         return not self.over(gpu_memory, host_memory)
 
     def over(self, gpu_memory: float | None, host_memory: float | None) -> tuple[str, ...]:
-        """Which of `device` and `host` has too little memory."""
+        """The names of the memories that are too small: `device`, `host`, both or none."""
         places = ("device", self.device_peak_bytes, gpu_memory), ("host", self.host_needed_bytes, host_memory)
         return tuple(name for name, needed, room in places if room is not None and needed > room)
 
@@ -112,11 +112,11 @@ def estimate(job: Job) -> Estimate:
     for phase in in_host.keys() & set(WITH_COPY):
         in_host[phase] = _add(in_host[phase], buffers=copy + best)
     left_out = {
-        "the updated weights that DoRA makes of each layer": job.use_dora,
-        "a layer's weights made whole for each product": job.load_in_4bit,
-        "attention's scores, which Gemma 2 keeps": job.shape.family == "gemma2",
+        "the updated weights that DoRA computes for each layer": job.use_dora,
+        "a layer's dequantized weights": job.load_in_4bit,
+        "the attention scores that Gemma 2 keeps": job.shape.family == "gemma2",
     }
-    notes = [f"{what}: left out; compare measures them" for what, applies in left_out.items() if applies]
+    notes = [f"{part} are not in the estimate; compare measures them" for part, applies in left_out.items() if applies]
     return Estimate(
         device=on_device,
         host=in_host,
@@ -142,7 +142,7 @@ def _resident(states: Placed, overhead: float, *, moments: bool = True) -> dict[
 
 
 def _after_training(job: Job, base: Mapping[str, float], evaluate: float, export: float) -> dict[str, dict[str, float]]:
-    """The phases after a step; `evaluate` and `export` are the bytes of their buffers."""
+    """The phases after a step; `evaluate` and `export` are the bytes of the buffers in these two phases."""
     phases = {"evaluate": _add(base, buffers=evaluate)} if job.eval_rows else {}
     if job.saves:
         phases["save"] = dict(base)
@@ -164,7 +164,7 @@ def _on_gpu(job: Job, states: Placed, part: Job) -> dict[str, dict[str, float]]:
     phases = {
         "load": _phase(CUDA_BYTES, weights=states.weights if is_sharded else 0.0),
         "shard": before,
-        "first_step": step,  # without the moments until its update
+        "first_step": step,  # the moments exist only from its update on
         "step": step,
         **_after_training(job, after, states.gathered, states.gathered if is_sharded else 0.0),
     }
@@ -188,13 +188,13 @@ def _beside_gpu(job: Job, states: Placed) -> dict[str, dict[str, float]]:
 
 
 def _on_cpu(job: Job, states: Placed, part: Job) -> dict[str, dict[str, float]]:
-    """Memory of a rank that trains on a CPU; `states` sums device and host, which are one memory here."""
+    """Memory of a rank that trains on a CPU; `states` is the sum of device and host, which are the same memory here."""
     start = CPU_BYTES + (IMAGES_BYTES + 2 * PIXEL * job.pixels if job.pixels else 0)
     converts = job.loaded_bytes != job.stored_bytes
     loaded = (job.loaded_bytes + job.stored_bytes) * job.shape.parameters if converts else 0
     left = LEFT_IN_HEAP[job.launch.stage if job.launch.backend == "deepspeed" else "ddp"]
     left *= job.trained if job.launch.stage in (1, 2) else job.parameters
-    of_tower, in_tower = tower_bytes(job)  # a frozen tower has no backward, and nothing reuses its memory
+    of_tower, in_tower = tower_bytes(job)  # without a backward, a frozen tower's memory is not reused
     after = _resident(dataclasses.replace(states, buffers=left), start + GROWTH_BYTES)
     activations = HEAP * forward_bytes(part) + in_tower - of_tower
     after = _add(after, activations=activations, logits=HEAP * logits_bytes(part))
@@ -220,8 +220,8 @@ def _generating_bytes(job: Job) -> float:
 
 
 def loading_bytes(job: Job) -> float:
-    """Least bytes of host memory that a GPU's rank takes while it loads the weights. Memory-mapped files count as page
-    cache. Converted weights need memory, unless ZeRO-3 shards them while they are read."""
+    """Lower bound of the bytes of host memory that a GPU's rank takes while it loads the weights. Memory-mapped files
+    count as page cache. Converted weights need memory, unless ZeRO-3 shards them while they are read."""
     converts = job.loaded_bytes != job.stored_bytes and job.launch.stage < 3
     return weights_bytes(job) / job.launch.tensor_ranks if converts else 0.0
 
@@ -238,9 +238,9 @@ def _copied_bytes(job: Job) -> float:
         return 0.0
     of_parameter, ranks = checkpoint_bytes_each(job.ema_decay is not None), job.ranks
     if job.launch.backend == "fsdp":
-        ranks = job.launch.shard_ranks  # under HSDP, the ranks of the first model copy write all
+        ranks = job.launch.shard_ranks  # under HSDP, only the ranks of the first model copy write
     largest = 0 if job.launch.stage or job.launch.shards_weights else min(job.shape.largest_tensor, job.trained)
-    size = of_parameter * (largest + (job.trained - largest) / ranks)  # a tensor that all ranks hold is written by one
+    size = of_parameter * (largest + (job.trained - largest) / ranks)  # one rank writes a tensor that all ranks hold
     if job.launch.offload("optimizer") != "none":
         return size
     return size * job.rounding(FLOAT32 / (ranks if job.launch.shards_weights else 1))  # a GPU copies to pinned memory
@@ -252,5 +252,5 @@ def _exported_bytes(job: Job) -> float:
 
 
 def checkpoint_bytes_each(averaged: bool) -> int:
-    """Bytes of a checkpoint per trained parameter, at most."""
+    """Maximum bytes of a checkpoint per trained parameter."""
     return CHECKPOINT_BYTES + AVERAGE * averaged

@@ -1,19 +1,19 @@
-"""Counts the FLOPs (floating-point operations) that a model needs, and knows what devices can do: for MFU and `plan`.
+"""Counts the FLOPs (floating-point operations) that a model needs, and lists devices' peaks, for MFU and `plan`.
 
-Model FLOPs utilisation (MFU) is model FLOPs per second over the device's peak. They are counted as in NeMo AutoModel:
+Model FLOPs utilization (MFU) is model FLOPs per second over the device's peak. FLOPs are counted as in NeMo AutoModel:
 
-- A trained matrix takes 6 FLOPs for each element and token: 2 in the forward, 2 for the input's gradient, 2 for its
-  own. A frozen matrix takes 4, an adapter's matrices take 6. Embeddings, norms and biases count as 0.
-- Attention takes 12 for each query-key pair and each element of the queries, as attention's two products each have two
-  operands that need gradients; a row of T tokens has T^2 / 2 pairs. AutoModel takes two thirds of that under LoRA,
-  although attention needs the same gradients. So with 4,096 tokens and 8 billion parameters, MFU is 3% higher here.
-- The head counts for supervised tokens only, as no other logit is needed for the loss.
-- A prefix that rows share counts once, as it is computed; padding never counts. So MFU shows how well a device is
-  used; tokens per second, which count each row's prefix, show how much sharing saves.
-- Recomputation by gradient checkpointing does not count: that would be hardware FLOPs utilisation (HFU).
+- A trained matrix takes 6 FLOPs for each element and token: 2 in the forward, 2 for the input's gradient, 2 for the
+  matrix's gradient. A frozen matrix takes 4, an adapter's matrices take 6. Embeddings, norms and biases count as 0.
+- Attention takes 12 for each query-key pair and each element of a query, because both of its products have two operands
+  that need gradients; a row of T tokens has T^2 / 2 pairs. Under LoRA, AutoModel counts two thirds of that, although
+  attention needs the same gradients: with 4,096 tokens and 8 billion parameters, the MFU here is 3% higher.
+- The head counts for supervised tokens only, because the loss needs no other logits.
+- A prefix that rows share counts once, because it is computed once; padding never counts. So MFU shows how well a
+  device is used. Tokens per second count the prefix in each row, and show how much sharing saves.
+- Recomputation by gradient checkpointing does not count: that would be hardware FLOPs utilization (HFU).
 
-Only a token's chosen experts count. A vision tower counts as 0, a sliding window as full attention, and a module that
-`--lora-modules-to-save` trains in full as frozen.
+Only a token's chosen experts count. A vision tower counts as 0, a sliding window as full attention. A module that
+`--lora-modules-to-save` trains in full counts as frozen.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class ModelFlops:
 
 
 def model_flops(job: Job) -> ModelFlops:
-    """The FLOPs that this job's model takes, whatever its launch and checkpointing."""
+    """The FLOPs of this job's model; they do not depend on the launch, or on gradient checkpointing."""
     shape, of_element = job.shape, 4 if job.is_frozen else 6
     head = shape.vocab_size * shape.hidden_size
     adapter = 6 * job.adapter_matrices if job.is_frozen else 0
@@ -46,10 +46,10 @@ def model_flops(job: Job) -> ModelFlops:
 
 
 class Peaks(NamedTuple):
-    """A device's dense peaks in TFLOP/s by computing type, with sums in float32; None for a type that it lacks.
+    """A device's dense peaks in TFLOP/s by computing type, accumulating in float32; None for a type that it lacks.
 
-    `link` is the rate, in GB/s, at which one GPU sends to others of its machine: about 0.8 of NVLink's rate in one
-    direction, or without NVLink the rate of PCIe 4.0 or 5.0. `host_link` is the rate between GPU and host.
+    `link` is the rate, in GB/s, at which one GPU sends to the other GPUs of its machine: about 0.8 of NVLink's rate in
+    one direction, or without NVLink the rate of PCIe 4.0 or 5.0. `host_link` is the rate between GPU and host.
     """
 
     bf16: float | None

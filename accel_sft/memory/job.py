@@ -1,4 +1,4 @@
-"""`Job`: what predictions of memory and speed need of a training run: model, launch and sizes."""
+"""Defines `Job`: the model, launch and sizes of a training run, from which memory and speed are predicted."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ class Job:
     """A training run, as far as memory and speed depend on it.
 
     Attributes:
-        device: `cuda`, or `cpu`, where ranks train in host memory.
+        device: `cuda` or `cpu`; with `cpu`, ranks train in host memory.
         stored_bytes: bytes of one element in the weight files.
         train_only: the value of `--train-only`; memory is counted as if all weights were trained, an upper bound.
         tokens: tokens in the largest forward of a rank, padding included; `supervised_tokens` of them have a loss.
@@ -43,7 +43,7 @@ class Job:
             attention may copy these keys, see `copies`. 0: no prefix.
         in_cache: whether rows continue from the KV cache of their prefix.
         eval_rows: number of answers generated in one batch at an evaluation during the run; 0: none.
-        eval_tokens: tokens of the longest of these answers and its prompt; 0: as many as a row of the forward has.
+        eval_tokens: tokens of the longest of these answers with its prompt; 0: as many as a row of the forward has.
         saves: whether checkpoints are written.
     """
 
@@ -109,7 +109,7 @@ class Job:
 
     @property
     def prefix_and_own(self) -> tuple[int, int]:
-        """Tokens of the prefix from whose cache rows continue (0: no prefix), and of a padded row after the prefix."""
+        """Number of tokens of the cached prefix (0: there is none), and of a padded row after the prefix."""
         if not (self.in_cache and self.copied_keys and self.rows > 1):
             return 0, math.ceil(self.tokens / max(self.rows, 1))
         prefix = (self.copied_keys - self.tokens) // (self.rows - 1)
@@ -144,8 +144,8 @@ class Job:
         return self.shape.parameters + (self.trained if self.is_frozen else 0)
 
     def rounding(self, itemsize: float) -> float:
-        """Bytes of the blocks (one a matrix) that torch pins in host memory, divided by the matrices' bytes at
-        `itemsize` bytes an element. An adapter's matrices are too small to matter. 1 if ranks train on the CPU."""
+        """By what factor pinned host memory is larger than the matrices in it, at `itemsize` bytes per element: torch
+        pins a block for each matrix. An adapter's matrices are too small to matter. 1 if ranks train on the CPU."""
         if self.on_cpu:
             return 1.0
         sizes = [(count, itemsize * elements) for count, elements in self.shape.tensors()]
@@ -163,7 +163,7 @@ class Job:
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes of one element of the base's weights as they are loaded (in the run: `models.load._dtype`)."""
+        """Bytes of one element of the base model's weights when they are loaded (in the run: `models.load._dtype`)."""
         if self.dtype != "auto":
             return BYTES[self.dtype]
         reduced = self.launch.backend == "deepspeed" or self.adapter != "none"

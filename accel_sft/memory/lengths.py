@@ -46,8 +46,8 @@ def keep(
     vocabulary: int = 0,
     pixels: int = 0,
 ) -> None:
-    """Store the lengths of a run's examples, in place of those of an earlier run with the same settings. A failure is
-    ignored. `mean` gives the mean of the arrays `lengths` and `supervised` as training draws their rows."""
+    """Store the lengths of a run's examples, and replace those of an earlier run with the same settings. A failure is
+    ignored. `mean` averages an array (`lengths` or `supervised`) over rows as training draws them."""
     means = mean(lengths), mean(supervised)
     made = Lengths(int(lengths.max()), int(supervised.max()), *means, _TOKENIZED, vocabulary, pixels)
     about, key = dataclasses.asdict(made), _key(task, config)
@@ -60,12 +60,12 @@ def keep(
 
 
 def read(task: Task, config: TrainConfig) -> Lengths:
-    """The lengths that the last run here stored for these resolved settings; if none did, `--max-length` for each."""
+    """The lengths that the last run here stored for these resolved settings; without any, `--max-length` for all."""
     entry = cache.find(_KIND, _key(task, config))
     if entry:
         return Lengths(**entry[1])
     most = config.max_length or 0
-    return Lengths(most, most, most, most, source="--max-length, as the data has not been tokenized here")
+    return Lengths(most, most, most, most, source="--max-length, because the data has not been tokenized here")
 
 
 def _key(task: Task, config: TrainConfig) -> str:

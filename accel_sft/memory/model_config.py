@@ -1,4 +1,4 @@
-"""Counts a model's parameters by group and block: builds the model from config.json on the meta device.
+"""Counts a model's parameters by group and block, after building it from config.json on the meta device.
 
 Any family that transformers knows is counted in a second or two; torch's import takes most of that time.
 """
@@ -24,8 +24,8 @@ _LORA_RANKS = {"gate": 1, "gate_up_proj": 2, "down_proj": 1}
 """Families in which LoRA on all linear layers also adapts the router and the fused experts (peft 0.21), and the ranks
 that peft gives these, in multiples of --lora-r."""
 _MOST_TOKENS = 1024
-"""Most tokens on which a recurrent layer is measured; longer rows are extrapolated in proportion. A multiple of usual
-chunk sizes."""
+"""Maximum number of tokens on which a recurrent layer is measured (a multiple of usual chunk sizes); for longer rows,
+the result grows in proportion."""
 
 
 class UnusableModel(UserError):
@@ -55,7 +55,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def stored_bytes(config: dict[str, Any]) -> int:
-    """Bytes of an element in the weight files, by the type in config.json; 2 if it names none."""
+    """Bytes of an element in the weight files, by the dtype in config.json; 2 if there is no known dtype."""
     named = config.get("dtype") or config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
     return BYTES.get(str(named).removeprefix("torch."), 2)
 
@@ -73,7 +73,7 @@ def _built(config: dict[str, Any], name: str) -> Any:
         if not classes:
             raise ValueError("transformers knows no language model of this type")
         of_model = classes[0][0] if isinstance(classes[0], tuple) else classes[0]
-        with torch.device("meta"):  # not by from_config, which would shard it under ZeRO-3
+        with torch.device("meta"):  # not by from_config, which would shard the model under ZeRO-3
             return of_model(settings)
     except Exception as error:  # noqa: BLE001 - any error that a library raises here is shown to the user
         why = f"its parameters cannot be counted: {first_line(error)}"
@@ -153,8 +153,8 @@ def _block(module: Any, active: int | None, config: Any) -> Block:
 
 
 def _kept_bytes(layer: Any, config: Any, itemsize: int, tokens: int) -> float:
-    """Bytes that a row keeps in a recurrent layer, measured on the meta device. Such a layer computes in chunks; it
-    keeps products of a chunk's tokens, and states between chunks."""
+    """Bytes that a row keeps in a recurrent layer, measured on the meta device. Such a layer computes in chunks: it
+    keeps products within each chunk, and states between chunks."""
     import torch
 
     dtype, saved = torch.float32 if itemsize == 4 else torch.bfloat16, {}
@@ -180,7 +180,7 @@ def _measured(recurrent: tuple[SavedBytes, ...]) -> tuple[SavedBytes, ...]:
     try:
         for measured in cached:
             measured(4, 2)
-    except Exception:  # noqa: BLE001 - kernels of packages need a GPU; they keep little but inputs and outputs
+    except Exception:  # noqa: BLE001 - other packages' kernels need a GPU; they keep little but inputs and outputs
         return ()
     return cached
 

@@ -1,4 +1,4 @@
-"""`ModelShape`: a model's parameters by group and by block, for estimates of memory. Without torch."""
+"""Defines `ModelShape`, a model's parameters by group and by block, for estimates of memory. Without torch."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +21,7 @@ class Matrix:
         group: `attention`, `recurrent`, `feed_forward` or `experts`.
         copies: how many equal matrices the block has, fused in one tensor (experts).
         active: how many of the copies each token goes through.
-        is_linear: whether it is a linear layer of its own, which an adapter can be put on.
+        is_linear: whether this is a linear layer, to which an adapter can be added.
         lora_ranks: rank that LoRA on all linear layers gives each copy, in multiples of --lora-r.
     """
 
@@ -42,8 +42,8 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """A kind of block; the model has `count` such blocks. `vectors` are elements of one block's norms; `recurrent` is
-    empty if its recurrent layers cannot be measured."""
+    """A kind of block; the model has `count` blocks of this kind. `vectors` is the number of elements of one block's
+    norms. `recurrent` measures one block's recurrent layers; it is empty if that is impossible."""
 
     count: int
     matrices: tuple[Matrix, ...]
@@ -59,7 +59,7 @@ class Block:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tower:
     """A vision transformer: elements of a patch's hidden state (`width`) and in the feed-forward (`inner`), number of
-    blocks (`depth`), and pixel values of a patch, colours and frames included (`values`; 0: unknown)."""
+    blocks (`depth`), and pixel values of a patch, with its colors and frames (`values`; 0: unknown)."""
 
     width: int
     inner: int
@@ -68,7 +68,7 @@ class Tower:
 
 
 def tower(vision: Mapping[str, Any]) -> Tower | None:
-    """The tower in config.json's vision part, whose sizes are named as in Qwen, CLIP or SigLIP; None without sizes."""
+    """The vision tower of config.json, whose sizes may be named as in Qwen, CLIP or SigLIP; None without sizes."""
 
     def first(*names: str, otherwise: int = 0) -> int:
         size = next((vision[name] for name in names if vision.get(name)), otherwise)
@@ -90,8 +90,8 @@ class ModelShape:
 
     Attributes:
         tied: whether the head is the embedding itself.
-        vectors: elements outside of blocks, embedding and head's matrix (the last norm, the head's bias).
-        other: parameters that text does not reach (a vision tower's); frozen unless --train-only names them.
+        vectors: number of elements outside of blocks, embedding and head matrix (the last norm, the head's bias).
+        other: number of parameters that text does not use (a vision tower's); frozen unless --train-only names them.
         tower: the vision tower; None without one, or if its sizes are not known.
     """
 
@@ -142,13 +142,13 @@ class ModelShape:
         return max(size for _, size in self.tensors())
 
     def tensors(self) -> Iterator[tuple[int, int]]:
-        """Yield, for all tensors but vectors, the number of equal tensors and the elements of one of them."""
+        """Yield, for all tensors but vectors, the number of equal tensors and the number of elements of each."""
         yield (1 if self.tied else 2), self.vocab_size * self.hidden_size
         yield from ((count, m.copies * m.inputs * m.outputs) for count, m in self.matrices)
 
     @property
     def linear(self) -> int:
-        """Elements of the linear layers' matrices in blocks: a 4-bit base keeps these in 4 bits."""
+        """Number of elements of the linear layers in blocks; a 4-bit base model has these in 4 bits."""
         return sum(count * m.inputs * m.outputs for count, m in self.matrices if m.is_linear)
 
     def trained(
@@ -209,7 +209,7 @@ class ModelShape:
         names = set(names_of(target_modules))
         linear = dict.fromkeys(m.name for _, m in self.matrices if m.is_linear)
         if names != {ALL_LINEAR} and (missing := ", ".join(sorted(names - linear.keys()))):
-            raise UserError(f"--lora-target-modules {missing}: no such module; there are {', '.join(linear)}")
+            raise UserError(f"--lora-target-modules {missing}: no such module; choose from {', '.join(linear)}")
         for count, matrix in self.matrices:
             in_lora = adapter == "lora" and names == {ALL_LINEAR} and matrix.lora_ranks
             if in_lora or (matrix.is_linear and (names == {ALL_LINEAR} or matrix.name in names)):

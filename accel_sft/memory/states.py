@@ -1,8 +1,8 @@
-"""Bytes of weights, gradients and AdamW's state that a backend keeps on each rank, and where: what DeepSpeed 0.19.8,
-DDP and FSDP2 do under this trainer, read from their code and measured (benchmarks/plan_accuracy.py).
+"""Computes the bytes of weights, gradients and AdamW's state on each rank's device and in host memory, for DeepSpeed
+0.19.8, DDP and FSDP2. The formulas follow these libraries' code, and were checked by benchmarks/plan_accuracy.py.
 
 P is the number of all parameters, T of the trained ones, N of the ranks; e is the bytes of one element in the computing
-type. Where DeepSpeed's own estimators give other numbers, the function below says why.
+type. Where DeepSpeed's own estimators give different numbers, a docstring says why.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ MASTER, MOMENTS, FLOAT32, AVERAGE = 4, 8, 4, 4
 """Bytes per trained parameter: its float32 copy, AdamW's two moments, its gradient in float32 for AdamW, and its
 average (`--ema-decay`)."""
 _TRAINERS_BUCKET, _ZERO_BUCKET = 2e8, 5e8
-"""Elements in one exchange: as launch/accelerator.py sets for stages 1 and 2, and by DeepSpeed's default."""
+"""Elements of a reduce bucket: the number set by launch/accelerator.py for stages 1 and 2, and DeepSpeed's default."""
 _MAX_LIVE, _PREFETCH, _SUB_GROUP = 1e9, 5e7, 1e9
 """DeepSpeed's defaults at stage 3, in elements."""
 _SWAP_BUFFERS = 5 * 1e8
@@ -55,7 +55,7 @@ class Placed:
 
 
 def placed(job: Job) -> tuple[Placed, Placed]:
-    """What a rank keeps on its device, and what in host memory; on a CPU, both are the same memory."""
+    """What a rank keeps on its device, and what it keeps in host memory; on a CPU, both are the same memory."""
     if job.launch.backend == "fsdp":
         device, host = _fsdp(job)
     elif job.launch.backend != "deepspeed":
@@ -100,7 +100,7 @@ def weights_bytes(job: Job) -> float:
 
 
 def _data_parallel(job: Job) -> Placed:
-    """One process, or DDP (its buckets hold the gradients); under tensor parallelism, a rank's part of the model."""
+    """One process, or DDP, whose buckets hold the gradients; under tensor parallelism, a rank's part of the model."""
     cut = job.launch.tensor_ranks
     trained, several = job.trained / cut, job.ranks > 1 and cut == 1
     itemsize = FLOAT32 if job.is_frozen else job.loaded_bytes
@@ -129,10 +129,10 @@ def _stage_0(job: Job) -> tuple[Placed, Placed]:
 
 
 def _stages_1_and_2(job: Job) -> tuple[Placed, Placed]:
-    """Gradients are reduced through a bucket. At stage 2 in bf16 a rank keeps its part of them flat in float32, 16T/N
-    in all (DeepSpeed's estimator has 18T/N). Otherwise it keeps the part in the computing type, and flattens and casts
-    it for the update, 20T/N. Stage 1 keeps whole gradients until those of the last micro-batch are reduced, unless it
-    overlaps exchange and backward."""
+    """Gradients are reduced through a bucket. At stage 2 in bf16, a rank keeps its part of the gradients flat in
+    float32: 16T/N bytes in all (18T/N in DeepSpeed's estimator). Otherwise it keeps its part in the computing type, and
+    flattens and casts it for the update: 20T/N. Stage 1 keeps whole gradients until those of the last micro-batch are
+    reduced, unless exchange and backward overlap."""
     trained, e, share = job.trained, job.computes_bytes, job.trained / job.ranks
     bucket = _zero(job, "reduce_bucket_size", _TRAINERS_BUCKET)
     overlaps = not job.on_cpu and bool(_zero(job, "overlap_comm", True))
@@ -195,7 +195,7 @@ def _stage_3(job: Job) -> tuple[Placed, Placed]:
 
 
 def _stays(job: Job, share: float) -> float:
-    """Elements of a rank's part that Twin-Flow updates on the device: whole sub-groups. All vectors form one."""
+    """Elements of a rank's part that Twin-Flow updates on the device: whole sub-groups; all vectors form one."""
     if job.on_cpu:  # the host's Adam steps everything
         return 0.0
     size = _zero(job, "sub_group_size", _SUB_GROUP)
@@ -204,8 +204,9 @@ def _stays(job: Job, share: float) -> float:
 
 
 def live_parameters(job: Job) -> float:
-    """Maximum number of elements that stage 3 keeps gathered at a time. A layer's distance to its backward counts the
-    layers in between twice, so half of `stage3_max_reuse_distance` stays; with gradient checkpointing a third."""
+    """Maximum number of elements that stage 3 keeps gathered at a time. The distance from a layer's forward to its
+    backward counts the layers after it twice, so half of `stage3_max_reuse_distance` stays gathered; with gradient
+    checkpointing, a third."""
     reuse = _zero(job, "stage3_max_reuse_distance", _MAX_LIVE)
     passes = 3 if job.gradient_checkpointing else 2
     reused = reuse / passes + job.shape.largest_block + _zero(job, "stage3_prefetch_bucket_size", _PREFETCH)
@@ -248,7 +249,7 @@ def _rounded_up(*sizes: float) -> float:
 
 
 def _zero(job: Job, key: str, default: Any) -> float:
-    """A number of the DeepSpeed JSON, else `default`; for `auto`, what Accelerate computes from the hidden size."""
+    """A number in the DeepSpeed JSON, or `default` without it; for `auto`, Accelerate's value from the hidden size."""
     zero: Mapping[str, Any] = job.launch.zero
     value, hidden = zero.get(key, default), job.shape.hidden_size
     if value == "auto":

@@ -1,1 +1,1 @@
-"""Describes a finished run: its report, its model card, intervals and labels. Needs no torch."""
+"""Describes a finished run: report, model card, intervals, and scores by label. Needs no torch."""

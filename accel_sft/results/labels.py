@@ -1,4 +1,4 @@
-"""Scores by label, and a confusion table of labels, if the expected answers are a few short texts."""
+"""Computes scores by label, and a confusion table of labels, if the expected answers are a few short texts."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,8 @@ from typing import Any
 from accel_sft.io.text import one_line
 
 _MOST, LONGEST_LABEL, _COLUMNS, _FEW = 200, 60, 12, 10
-"""Maximum numbers: of labels; of a label's characters; of labels in a confusion table; of labels for which two examples
-each, on average, are enough (more labels need four)."""
+"""Maximum numbers: of labels; of a label's characters; of labels in a confusion table; of labels if there are only
+two examples per label on average (more labels need four)."""
 _SHARES = ("precision", "recall", "f1")
 
 
@@ -21,7 +21,7 @@ def are_labels(counts: Mapping[str, int]) -> bool:
 
 
 def label_scores(samples: Sequence[Mapping[str, Any]], main_metric: str) -> dict[str, Any]:
-    """A result's `labels`, the most frequent first, and `macro_f1`; {} unless the expected answers are labels.
+    """A result's `labels`, the most frequent first, and its `macro_f1`; {} unless the expected answers are labels.
 
     An answer that equals a label counts as that label. Any other answer counts as the expected label if its
     `main_metric` is 1, else as "" (no label). {} also if `main_metric` does not say which answers are right.
@@ -38,7 +38,7 @@ def label_scores(samples: Sequence[Mapping[str, Any]], main_metric: str) -> dict
     given = sum(answers.values(), Counter())
     for label, counts in answers.items():
         right, count, times = counts[label], expected[label], given[label]
-        shares = right / max(times, 1), right / count, 2 * right / (times + count)  # as scikit-learn has them
+        shares = right / max(times, 1), right / count, 2 * right / (times + count)  # as in scikit-learn
         labels[label] = {"examples": count, "answers": dict(counts), **dict(zip(_SHARES, shares, strict=True))}
     return {"labels": labels, "macro_f1": fmean(row["f1"] for row in labels.values())} if given else {}
 
@@ -49,13 +49,13 @@ def weakest_label(result: Mapping[str, Any]) -> str:
     name = min(labels, key=lambda label: labels[label]["recall"])
     right, count = labels[name]["answers"].get(name, 0), labels[name]["examples"]
     return (
-        f"labels    macro F1 {result['macro_f1']:.3f} of {len(labels)}; lowest recall: {one_line(name)!r}, "
-        f"{right:,} of {count:,}; report.md has all"
+        f"labels    macro F1 is {result['macro_f1']:.3f} over {len(labels)} labels; {one_line(name)!r} has the lowest "
+        f"recall, {right:,} of {count:,}; see report.md"
     )
 
 
 def label_tables(labels: Any) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, header and rows of the scores by label, and of the confusion table; [] if `labels` is malformed."""
+    """Title, header and rows of two tables, scores by label and confusion; [] if `labels` is malformed."""
     try:
         means = {share: fmean(row[share] for row in labels.values()) for share in _SHARES}
         counted = [(one_line(label), f"{row['examples']:,}", row) for label, row in labels.items()]

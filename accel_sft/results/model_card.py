@@ -31,18 +31,18 @@ def model_card(
     """README.md of an exported model: its base, its task, its scores, its data, settings and versions.
 
     Args:
-        base_model: hub id, folder or `tiny`; only a hub id is named in the metadata, which takes nothing else.
+        base_model: hub id, folder or `tiny`; the metadata names it only if it is a hub id.
         messages: one prompt as it is given to the chat template; empty if the model was trained on raw text.
-        prompt_end: text that follows the template's text in prompts.
-        left_out: arguments of `generate` that leave out the base's penalties, as in the run's evaluations.
-        settings: the run's options; those that only say how the run was executed are left out.
-        asked: the part of the run's record that says how to ask the model, for weights that are copied out of the run.
+        prompt_end: text that follows the chat template's text in prompts.
+        left_out: arguments of `generate` that switch off the base model's penalties, as in the run's evaluations.
+        settings: the run's options; the card omits those that only say how the run was executed.
+        asked: the part of the run's record that says how to prompt the model; in the card, it stays with the weights.
         shown: values that the template shows unchanged.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base_model) and not Path(base_model).exists()
-    text_model = model_class == "AutoModelForCausalLM"  # peft has a class of its own only for these
+    text_model = model_class == "AutoModelForCausalLM"  # peft has an Auto class only for these models
     metadata = ModelCardData(
         base_model=base_model if on_hub else None,
         library_name="transformers" if adapter == "none" else "peft",
@@ -95,7 +95,7 @@ _MERGED = (
 
 
 def of_merged(card: str) -> str | None:
-    """The card of merged weights, made from their adapter's `card`; None if `model_card` did not write `card`."""
+    """The card of merged weights, made from the adapter's `card`; None if `model_card` did not write that card."""
     if not re.search(_MERGED[2][0], card, re.M):
         return None
     for before, now in _MERGED:

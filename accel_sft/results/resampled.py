@@ -1,4 +1,4 @@
-"""Collects the data behind an evaluation's metrics, for intervals and tests; resamples metrics that are not means."""
+"""Collects an evaluation's scores, for intervals and tests of its metrics; resamples metrics that are not means."""
 
 import json
 import math
@@ -29,9 +29,9 @@ def add_intervals(
     after: Sequence[dict[str, Any]],
     run_dir: RunDir | None,
 ) -> None:
-    """Add `intervals`, and the scores of labels, to a result; `before` and `after` are its evaluations' answers.
-    Without answers, nothing is added. If the main metric is not a mean of scores, its resamples are written into
-    `run_dir`, so that `read_measured` can test it without the task's aggregate()."""
+    """Add `intervals`, and scores by label, to a result; `before` and `after` are the answers of its two evaluations.
+    Without answers in `after`, nothing is added. If the main metric is not a mean of scores, its resamples are written
+    into `run_dir`, so that `read_measured` can test it without the task's aggregate()."""
     if not after:
         return
     intervals: dict[str, Any] = {"examples": len(after), "higher_is_better": task.higher_is_better}
@@ -42,7 +42,7 @@ def add_intervals(
         sides[side], reasons = measured(of_answers, samples, task.aggregate)
         spans = {key: one.interval() for key, one in sides[side].items()}
         intervals[side] = {key: list(span) for key, span in spans.items() if span}
-        without |= {key: f"{name}: all examples are alike" for key, span in spans.items() if not span} | reasons
+        without |= {key: f"{name}: all examples have equal scores" for key, span in spans.items() if not span} | reasons
     tests = {key: paired(old, sides["after"][key]) for key, old in sides["before"].items() if key in sides["after"]}
     intervals["change"] = {key: {**test, "examples_needed": needed(test)} for key, test in tests.items() if test}
     result |= {"intervals": {**intervals, "without": without}, **label_scores(after, task.main_metric)}
@@ -76,7 +76,7 @@ def read_measured(run_dir: RunDir, result: Mapping[str, Any]) -> Measured | None
 def measured(
     metrics: Mapping[str, Any], samples: Sequence[dict[str, Any]], aggregate: Aggregate
 ) -> tuple[dict[str, Measured], dict[str, str]]:
-    """Each metric of an evaluation with these answers, and the reason for each metric that cannot be resampled."""
+    """The metrics of an evaluation with these answers, and for each metric that cannot be resampled, the reason."""
     examples, finite = examples_of(samples), {k: n for k, n in metrics.items() if is_number(n) and math.isfinite(n)}
     means = {key: scores for key, n in finite.items() if (scores := scores_of(samples, key, n)) is not None}
     results = {key: Measured(finite[key], examples, scores) for key, scores in means.items()}
@@ -106,15 +106,15 @@ def scores_of(samples: Sequence[Mapping[str, Any]], key: str, value: float) -> l
 def _resampled(
     aggregate: Aggregate, scores: Sequence[dict[str, Any]], values: Mapping[str, float]
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """The metrics on resamples of the examples, and why other metrics have none. For the same number of
-    examples, the same resamples are drawn."""
+    """The metrics' values on resamples of the examples, and for other metrics the reason why they have none. Equal
+    numbers of examples get the same resamples."""
     import numpy as np
 
     once, twice = dict(aggregate(scores)), dict(aggregate([*scores, *scores]))
     if any(not math.isclose(once.get(key, math.nan), value, abs_tol=1e-9) for key, value in values.items()):
-        return {}, dict.fromkeys(values, "aggregate() of the stored answers gives another number")
+        return {}, dict.fromkeys(values, "aggregate() of the stored answers gives a different number")
     if len(scores) < 2:
-        return {}, dict.fromkeys(values, "one example")
+        return {}, dict.fromkeys(values, "there is only one example")
     until, random = time.monotonic() + _LONGEST_SECONDS, np.random.default_rng(0)
     rows = []
     for _ in range(min(_MOST, max(_FEWEST, _VISITS // len(scores)))):

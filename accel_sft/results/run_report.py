@@ -1,4 +1,4 @@
-"""Renders a run's report: base beside tuned, memory, and answers side by side. No torch."""
+"""Renders a run's report: base and tuned model side by side, memory, and answers. No torch."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -58,9 +58,9 @@ def comparison_rows(
 ) -> list[tuple[str, str, str, str]]:
     """(what, base, tuned, change) for every number of two flat evaluations: the task's metrics, loss, then costs.
 
-    The change is the verdict of a paired test or, without a test, the difference. Which number is better is known only
-    for the main metric of `result`. Costs have no change: both models were measured in one process, whose memory holds
-    more than the model.
+    The change is the verdict of a paired test or, without a test, the difference. Which number is better is known
+    only for the main metric of `result`. Costs have no change, because both models were measured in one process, whose
+    memory holds more than the measured model.
     """
     keys = [key for key in dict.fromkeys([*after, *before]) if is_number(after.get(key, before.get(key)))]
     keys.sort(key=lambda key: ([*COSTS].index(key) + 2) if key in COSTS else key == "eval_loss")
@@ -92,10 +92,10 @@ def about_intervals(result: Mapping[str, Any]) -> str:
     without = mapping(intervals.get("without"))
     sentences = []
     if is_number(count):
-        few = "; with so few, about 90% if scores are skewed" if count < 30 else ""
+        few = "; with so few, they cover about 90% if scores are skewed" if count < 30 else ""
         sentences.append(f"Intervals are at 95%, over {count:,} examples{few}.")
     if intervals.get("change"):
-        sentences.append("Changes are by a paired test on the same examples, at 5%.")
+        sentences.append("Changes are judged by a paired test on the same examples, at 5%.")
     if without:
         reasons = "; ".join(f"{key} ({reason})" for key, reason in without.items())
         sentences.append(f"Without an interval: {reasons}.")
@@ -103,7 +103,7 @@ def about_intervals(result: Mapping[str, Any]) -> str:
 
 
 def render_report(result: Mapping[str, Any], before_samples: Samples, after_samples: Samples) -> str:
-    """The report as markdown: training, base beside tuned, memory, and the first answers side by side. The result
+    """The report as markdown: training, base and tuned model, memory, and the first answers side by side. The result
     may lack `before`, `after` and `task`."""
     title = " ".join(str(result[key]) for key in ("task", "model") if result.get(key))
     parts = [f"# {markdown_cell(title)}" if title else "# Report"]
@@ -188,7 +188,7 @@ def _answers(title: str, rows: list[list[str]], marks: Mapping[int, str], sides:
 
 
 def samples_table(samples: Samples) -> str:
-    """The first answers of one evaluation: prompt, expected, generated and one column per score."""
+    """A markdown table of one evaluation's first answers: prompt, expected, generated and one column per score."""
     first = samples[:SHOWN_SAMPLES]
     names = list(dict.fromkeys(name for sample in first for name in sample["scores"]))
     rows = [
@@ -223,8 +223,8 @@ def compared_weights(result: Mapping[str, Any]) -> str:
 
 
 def _mark(score: Any) -> str:
-    """The main metric of one answer: yes for 1, no for 0; "" if the metric is computed over all answers and not for
-    each one."""
+    """The main metric of one answer as text: yes for 1, no for 0, else the number; "" if single answers have no such
+    score."""
     return {1.0: "yes", 0.0: "no"}.get(score, f"{score:.2f}") if is_number(score) else ""
 
 
@@ -249,4 +249,4 @@ def time_sentence(spent: Mapping[str, Any]) -> str:
     parts, total = spent["parts"], sum(spent["parts"].values())
     largest = sorted(((part / total, name) for name, part in parts.items() if part > total / 200), reverse=True)
     shares = ", ".join(f"{share:.0%} {name}" for share, name in largest)
-    return f"a step took {spent['seconds'] / spent['steps']:.3g} s in the mean of {spent['steps']:,}: {shares}"
+    return f"a step took {spent['seconds'] / spent['steps']:.3g} s on average over {spent['steps']:,} steps: {shares}"

@@ -14,10 +14,10 @@ from accel_sft.io.files import is_number
 LEVEL = 0.05
 """Probability of reporting a difference between equal models; intervals cover 1 - LEVEL."""
 POWER = 0.8
-"""Probability that as many examples as `needed` returns show a difference as large as the observed one."""
+"""Probability with which the number of examples that `needed` returns reveals a difference of the observed size."""
 _MOST_NEEDED = 1_000_000
 _SAME = 1e-12
-"""Differences up to this size come from rounding."""
+"""Differences up to this size count as rounding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ def paired(before: Measured, after: Measured) -> dict[str, Any] | None:
     paired t test, and for other metrics the paired bootstrap.
 
     Returns:
-        `difference`, `after` less `before`; `low` and `high`, its 95% interval, None if all changed by the same amount;
+        `difference`, `after` minus `before`; `low` and `high`, its 95% interval, None if all examples changed equally;
         `p`, the probability of as large a difference between equal models; `standard_error` and `examples`.
     """
     import numpy as np
@@ -107,8 +107,8 @@ def paired(before: Measured, after: Measured) -> dict[str, Any] | None:
 
 
 def needed(change: Mapping[str, float], level: float = LEVEL) -> int | None:
-    """How many examples would show a difference as large as this one, with probability POWER; None if too many. By
-    Connor (1987), with the uncentred variance, so that the result is above `examples` if these show no difference."""
+    """How many examples would show a difference of this size with probability POWER; None if too many. The formula is
+    Connor's (1987), with the uncentered variance: so the result exceeds `examples` if these show no difference."""
     from scipy.stats import norm
 
     size, variance = abs(change["difference"]), change["examples"] * change["standard_error"] ** 2
@@ -131,7 +131,7 @@ def detectable(standard_error: float) -> float:
 
 def against_best(measured: Mapping[str, Measured], best: str) -> dict[str, dict[str, Any] | None]:
     """Test every other metric against the best one. Return what `paired` returns, and the `level` to compare `p` with.
-    As the best is chosen by the same numbers, `level` is LEVEL divided by the number of pairs (Bonferroni)."""
+    Because the best is chosen by the same numbers, `level` is LEVEL divided by the number of pairs (Bonferroni)."""
     pairs = max(math.comb(len(measured), 2), 1)
     tests = {name: paired(measured[best], one) for name, one in measured.items() if name != best}
     return {name: change and {**change, "level": LEVEL / pairs} for name, change in tests.items()}
@@ -206,7 +206,7 @@ def _agresti_min(gained: int, lost: int, count: int) -> tuple[float, float]:
 
 
 def _percentiles(numbers: Sequence[float], examples: int) -> tuple[float, float] | None:
-    """A percentile interval of resamples. For few examples it is widened as Student's t is (Hesterberg, 2015)."""
+    """A percentile interval of resamples, widened for few examples like Student's t interval (Hesterberg, 2015)."""
     import numpy as np
     from scipy.stats import norm, t
 

@@ -13,26 +13,26 @@ from accel_sft.io.files import is_number
 from accel_sft.launch.machine_state import slowed_by
 
 KEY = "machine"
-"""Key of the marks in a training line of metrics.jsonl whose readings are new."""
+"""Key of the marks in a training line of metrics.jsonl; only lines with new readings have it."""
 LOST = 0.1
-"""Least share of the wanted cores (or of one core, if fewer are wanted) that is marked as lost. Daemons take less, and
-over a second, the kernel's ticks of 10 ms are off by less."""
+"""Minimum share of the wanted cores (or of one core, if fewer are wanted) that is marked as lost. Daemons take less,
+and counting in the kernel's ticks of 10 ms causes a smaller error per second."""
 _FREE = 0.1
 """If at least this share of the cores is idle, other processes are not marked: the run could use the idle cores."""
 OTHERS_GIB = 1.0
-"""Least memory of other processes on a GPU that is marked: a CUDA context without work takes up to 0.6 GiB."""
+"""Minimum memory of other processes on a GPU that is marked: an idle CUDA context takes up to 0.6 GiB."""
 _LEAST_READINGS = 3
-"""Least number of marked readings (one a second) in a segment; dips of clocks and waking daemons are shorter."""
+"""Minimum number of marked readings (one per second) in a segment; clock dips and waking daemons are shorter."""
 _LEAST_SHARE = 0.01
-"""A segment has at least this share of the time of all steps; a shorter one does not matter."""
+"""A segment has at least this share of the time of all steps; a shorter segment does not matter."""
 MUCH = 0.1
-"""If at least this share of the steps' time is disturbed, the run's speed does not count as the machine's. A smaller
+"""If at least this share of the steps' time is disturbed, the run's speed is not used as this machine's. A smaller
 share, even at half the speed, makes a run about 5% longer; repeated runs on a quiet machine differ by more."""
 _SHOWN = 5
 
 
 def marks(system: Sequence[Any]) -> dict[str, float]:
-    """Disturbances, by each rank's `system.Reading`: maps a sentence with # for a number to this number."""
+    """Find disturbances in all ranks' readings (`system`). Maps a sentence, with # for a number, to the number."""
     numbers = {}
     hosts = [rank for rank, read in enumerate(system) if not math.isnan(read.busy_cores)]
     for first, end in itertools.pairwise([*hosts, len(system)]):  # the first rank of each machine reads its cores

@@ -1,9 +1,9 @@
 """Warns once if a GPU idles or waits for other ranks in training, and names the likely cause, judged by measurements.
 
-NVML counts the time in which any kernel ran. NCCL's kernels run, and spin, while a rank waits for another: a waiting
-GPU reads 100%. So the processes measure waiting themselves. If a rank finishes its batches and forwards sooner than
-another rank, it waits for that rank in its own backward, at least for the difference. Waiting is not measured under
-ZeRO-3 and FSDP (ranks wait within a forward there), or if ranks share rows.
+NVML counts the time in which any kernel ran. NCCL's kernels run, and spin, while a rank waits for another rank: a
+waiting GPU reads 100%. So the processes measure waiting themselves. If a rank finishes its batches and forwards sooner
+than another rank, it waits for that rank in its own backward, at least for the difference. Waiting is not measured
+under ZeRO-3 and FSDP (ranks wait within a forward there), or if ranks share rows.
 """
 
 import math
@@ -22,13 +22,13 @@ LOW_PERCENT = 50.0
 _MUCH = 0.2
 """If making batches takes at least this share of a window's time, it counts as the cause."""
 _BEHIND = 0.1
-"""The same share for waiting. Only waiting caused by forwards is measured, and backwards take longer."""
+"""The same share for waiting; it is smaller because only waiting caused by forwards is measured."""
 _SMALL_TOKENS = 4096
 """A forward of fewer tokens may take longer to launch than to run."""
 
 
 class IdleWatch:
-    """Looks at GPU use over windows of steps. Evaluations, checkpoints and a process's first steps do not count."""
+    """Watches GPU use over windows of steps. Evaluations, checkpoints and a process's first steps do not count."""
 
     def __init__(self) -> None:
         self._steps, self._warned = 0, False
@@ -83,8 +83,8 @@ class IdleWatch:
         idlest = min(use, key=lambda rank: use[rank])
         if use[idlest] >= LOW_PERCENT:
             return None
-        whose = f"the GPU of rank {idlest}" if ranks > 1 else "the GPU"
-        return f"{whose} idles: a kernel ran in {use[idlest]:.0f}% of the time {window}; {self._cause(ranks)}"
+        gpu = f"the GPU of rank {idlest}" if ranks > 1 else "the GPU"
+        return f"{gpu} idles: a kernel ran in {use[idlest]:.0f}% of the time {window}; {self._cause(ranks)}"
 
     def _cause(self, ranks: int) -> str:
         shares = {name: seconds / self._time.seconds for name, seconds in self._time.parts.items()}
@@ -93,4 +93,4 @@ class IdleWatch:
             return f"making batches takes {shares[BATCHES]:.0%} of a step: look at the host's load and disk"
         if tokens < _SMALL_TOKENS:
             return f"a forward has {tokens:,.0f} tokens: try a larger --micro-batch-size"
-        return f"{shares[largest]:.0%} of a step is {largest}; see --profile"
+        return f"{shares[largest]:.0%} of a step is spent on: {largest}; see --profile"

@@ -1,4 +1,4 @@
-"""metrics.jsonl: a line per optimizer step and per evaluation, whole lines only, cut back when a run resumes."""
+"""Writes metrics.jsonl: a whole line per optimizer step and per evaluation. A resume drops the lines after its step."""
 
 import hashlib
 import json
@@ -35,8 +35,8 @@ class MetricsFile:
 
     @property
     def chain(self) -> str:
-        """`chained` over all lines; checkpoints record it, so that `verify` finds lines that were changed later. Only
-        this property updates the chain, from the appended lines: appending itself costs nothing more."""
+        """`chained` over all lines; checkpoints record it, so that `verify` finds lines that were changed later. The
+        chain is updated only when this property is read, so that appending lines costs nothing more."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 file.seek(self._chained)
@@ -48,7 +48,8 @@ class MetricsFile:
     def rewind(self, step: int, evaluated: bool = True, chain: str = "") -> tuple[int, dict[str, Any] | None]:
         """Drop every line after `step`, and the evaluation at `step` unless the checkpoint contains it (`evaluated`).
         The new chain continues the checkpoint's `chain`, so that later edits of the file stay visible. Returns the
-        number of unreadable lines, dropped too, and the last training line if an evaluation at `step` was dropped."""
+        number of unreadable lines (also dropped) and, if an evaluation at `step` was dropped, the last training line,
+        else None."""
         self.close()
         self._chain, self._chained = chain, 0
         if not self.path.exists():

@@ -1,4 +1,4 @@
-"""Shows progress at the terminal: one line at the bottom. Without a terminal, prints a plain line now and then."""
+"""Shows progress in one line at the bottom of the terminal. Without a terminal, prints a plain line now and then."""
 
 import sys
 import time
@@ -71,7 +71,7 @@ class ProgressBar:
             self._bar = None
 
     def _details(self, now: float) -> list[str]:
-        """The step's numbers, the most important first, because the end may not fit."""
+        """The step's numbers, the most important first, because the end of the line may not fit."""
         record = self._record
         parts = [self._time_to_go(now)] if self.done < self.total_steps else []
         parts += [f"loss {shown(record['loss'])}"] if "loss" in record else []

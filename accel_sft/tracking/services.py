@@ -14,13 +14,13 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.files import write_atomically
 
 _NO_NAME = re.compile(r"[^\w./: -]")
-"""Characters that MLflow does not accept in names of curves; the curve of a data source has a file's name."""
+"""Characters that MLflow does not accept in names of curves; curves of data sources are named after files."""
 FLUSH_SECONDS = 5
 """Seconds between writes of TensorBoard's points, which a killed run may lose; metrics.jsonl loses none."""
 
 
 def tracker_names(setting: str) -> list[str]:
-    """The names in `--tracker`; UserError if one is unknown to Accelerate, or its package is not installed."""
+    """The names in `--tracker`; UserError if Accelerate does not know a name, or its package is missing."""
     names = list(dict.fromkeys(name.strip() for name in setting.split(",") if name.strip() not in ("", "none")))
     missing = {str(kind) for kind in LoggerType} - {str(kind) for kind in get_available_trackers()}
     problems = []
@@ -36,8 +36,8 @@ def tracker_names(setting: str) -> list[str]:
 
 
 class Trackers:
-    """Rank 0's trackers, by `tracker_names`. A service that fails during the run is logged and dropped; TensorBoard's
-    errors raise. TensorBoard's events lie directly in `run_dir`, so that `--logdir runs` shows the run's name."""
+    """Rank 0's trackers, named as in `tracker_names`. A service that fails during the run is logged and dropped, but
+    TensorBoard's errors are raised. Its events lie in `run_dir` itself: so `--logdir runs` shows the run's name."""
 
     def __init__(
         self, names: Sequence[str], run_dir: Path, settings: Mapping[str, Any], log: Callable[[str], None]
@@ -46,7 +46,7 @@ class Trackers:
         self._writer: Any = None  # torch.utils.tensorboard.SummaryWriter
         self._others: list[GeneralTracker] = []
         name_of_run = settings.get("run_name") or run_dir.name
-        # a resumed run continues its own curves
+        # so that a resumed run continues its curves
         same = {"id": _id_in_services(run_dir), "resume": "allow"} if {"wandb", "swanlab"} & {*names} else {}
         arguments = {
             "wandb": {"name": name_of_run, "dir": str(run_dir), **same},
@@ -78,12 +78,12 @@ class Trackers:
         self._others_do(lambda tracker: tracker.log(plain, step=step))
 
     def text(self, tag: str, markdown: str, step: int) -> None:
-        """Show a text in TensorBoard; other trackers have no place for it."""
+        """Show a text in TensorBoard; other trackers do not get it."""
         if self._writer:
             self._writer.add_text(tag, markdown, step)
 
     def rewind(self, step: int) -> None:
-        """Delete TensorBoard's points after `step`, or all points if `step` is below 0. Other services keep theirs."""
+        """Delete TensorBoard's points after `step`, or all if `step` is below 0. Other services keep their points."""
         if self._writer:
             self._writer.close()
             for path in self._run_dir.glob("events.out.tfevents.*") if step < 0 else ():

@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 class Reading(NamedTuple):
-    """What one rank reads of its process, device and machine at one moment; NaN for what is unavailable."""
+    """One rank's measurements of its process, device and machine at one moment; NaN if unavailable."""
 
     sample: float = 0.0  # number of the sample: the same number means the same readings
     cpu_percent: float = math.nan  # percent of one core, as in top: 200 is two busy cores
@@ -63,7 +63,7 @@ class SystemSampler:
             try:
                 self._nvml = open_gpu(str(torch.cuda.get_device_properties(device).uuid))
             except Exception as error:  # noqa: BLE001 - a driver without NVML must not stop a training run
-                log(f"no GPU curves: NVML says {error}")
+                log(f"GPU use is not measured: NVML reports {error}")
 
     def sample(self) -> Reading:
         """The latest reading; the same again within `seconds_between`."""
@@ -92,15 +92,15 @@ class SystemSampler:
         percent = memory_gib = math.nan
         if self._nvml is not None:
             pynvml, handle = self._nvml
-            with contextlib.suppress(pynvml.NVMLError):  # the memory is the host's (GB10, Jetson)
+            with contextlib.suppress(pynvml.NVMLError):  # on GB10 and Jetson, the memory is the host's
                 memory_gib = pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIB
-            with contextlib.suppress(pynvml.NVMLError):  # a MIG slice has memory but no utilisation
+            with contextlib.suppress(pynvml.NVMLError):  # a MIG slice has memory but no utilization
                 percent = self._percent(pynvml, handle)
         return percent, memory_gib
 
     def _percent(self, pynvml: Any, handle: Any) -> float:
-        """Return the mean GPU use since the last call. One value says little: calls come at one moment of each step."""
-        with contextlib.suppress(pynvml.NVMLError):  # where the driver keeps no samples, or has no new one
+        """Return the mean GPU use since the last call. One value says little: calls come at one point of a step."""
+        with contextlib.suppress(pynvml.NVMLError):  # the driver may keep no samples, or have no new one
             _, samples = pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, self._seen)
             new = [sample.sampleValue.uiVal for sample in samples if sample.timeStamp > self._seen]
             if new:
@@ -110,7 +110,7 @@ class SystemSampler:
 
 
 class NewReading(NamedTuple):
-    """A rank's newest reading, and the one before; None if this is the first, or if more than steps lie in between."""
+    """A rank's newest reading and the reading before it; None if there is none, or if a pause lies in between."""
 
     now: Reading
     before: Reading | None
@@ -138,7 +138,7 @@ class Readings:
 
 class Usage:
     """Mean and peak of each rank's readings over a run's training steps. A rank's first reading covers the start-up,
-    and counts only until there is a second reading."""
+    and counts only until a second reading comes."""
 
     def __init__(self) -> None:
         self._samples: Counter[int] = Counter()
@@ -156,7 +156,7 @@ class Usage:
                 fields[field] = count + 1, total + value, max(peak, value)
 
     def by_rank(self) -> list[dict[str, Any]]:
-        """`rank`, number of `samples`, and `mean` and `peak` of use and memory, where they could be read."""
+        """`rank`, number of `samples`, and `mean` and `peak` of use and memory, if these could be read."""
         rows = []
         for rank, fields in sorted(self._fields.items()):
             mean = {field: total / count for field, (count, total, _) in fields.items()}
@@ -192,7 +192,7 @@ def host_memory_gib() -> dict[str, float]:
 
 
 def peak_memory_gib(device: torch.device) -> dict[str, float]:
-    """This process's largest memory since its start or the last reset, on the host and on `device` (if CUDA's)."""
+    """The largest memory of this process since its start or the last reset, on the host and on a CUDA `device`."""
     device_peak = device_memory_gib(device)["peak"]
     on_device = {} if device_peak is None else {"peak_device_memory_gib": device_peak}
     return {**on_device, "peak_host_memory_gib": host_memory_gib()["peak"]}
@@ -225,8 +225,8 @@ class PhasePeaks:
             self._phase = phase
 
     def largest(self) -> dict[str, float | None]:
-        """This process's largest memory so far in GiB; None for the device without CUDA. Call it, or `begin`, before
-        other code resets the peaks to measure its own."""
+        """This process's largest memory so far in GiB; None for the device without CUDA. Call this, or `begin`, before
+        other code resets the peaks for its own measurement."""
         now = peak_memory_gib(self.device)
         _raise(self._peaks, now)
         if self._phase is not None:

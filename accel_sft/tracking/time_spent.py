@@ -37,7 +37,7 @@ def span(name: str) -> Iterator[None]:
 
 
 def taken() -> tuple[dict[str, float], dict[str, int]]:
-    """Return, by span name and since the last call, the seconds spent and how often it was entered and left."""
+    """Return the seconds spent in each span since the last call, and how often each span was entered, by name."""
     counted = dict(_seconds), dict(_times)
     _seconds.clear()
     _times.clear()

@@ -46,7 +46,7 @@ _CURVES = {
 _LOGGED = 6
 """Maximum number of an evaluation's metrics in its line at the terminal."""
 _PAUSE_SECONDS = 0.05
-"""More seconds between two steps count as a pause: the next readings are not about steps alone."""
+"""If more seconds pass between two steps, this is a pause: then the next readings are not only about steps."""
 
 
 class Tracker(contextlib.AbstractContextManager):
@@ -90,7 +90,7 @@ class Tracker(contextlib.AbstractContextManager):
             self._line.log(text)
 
     def phase(self, name: str) -> None:
-        """Note this rank's memory and age at the end of a start-up phase; every rank notes the same names."""
+        """Record this rank's memory and age at the end of a start-up phase; every rank records the same names."""
         row = {"phase": name, "rank": self.accelerator.process_index, "seconds": seconds_since_start()}
         memory = device_memory_gib(self.accelerator.device)
         on_device = {f"device_{key}_gib": value for key, value in memory.items()}
@@ -157,7 +157,7 @@ class Tracker(contextlib.AbstractContextManager):
         self.log("  ".join([f"step {step}:", *(f"{key} {shown(quality[key])}" for key in first)]))
 
     def flush(self) -> None:
-        """Write every line to the disk and every curve to the system, before a checkpoint: a resume needs them."""
+        """Write all lines to the disk, and hand all curves to the system, before a checkpoint: a resume needs them."""
         self._metrics.sync()
         self._trackers.flush()
 
@@ -167,15 +167,15 @@ class Tracker(contextlib.AbstractContextManager):
         return self._metrics.chain if self._writes else ""
 
     def rewind(self, step: int, evaluated: bool = True, chain: str = "") -> None:
-        """Delete what an earlier start recorded after `step`, where the run resumes. Also delete the evaluation at
-        `step`, unless the checkpoint has it (`evaluated`). `chain` is the checkpoint's. Step 0 starts over."""
+        """Delete what the run recorded after `step`, where it now resumes. Also delete the evaluation at `step`, unless
+        the checkpoint has it (`evaluated`). `chain` is that of the checkpoint. With step 0, the run starts over."""
         self._line.done = step
         if not self._writes:
             return
         last = step if step > 0 else -1
         unreadable, again = self._metrics.rewind(last, evaluated, chain)
         if unreadable:
-            self.log(f"{self._metrics.path}: {unreadable} unreadable lines dropped")
+            self.log(f"{self._metrics.path}: {unreadable} unreadable lines were dropped")
         for samples in self.run_dir.all_answers():
             if step_of(samples) > last - (again is not None):
                 samples.unlink()
@@ -227,7 +227,7 @@ def traced_steps(folder: Path, rank: int, log: Callable[[str], None]) -> Iterato
     ) as profiler:
         yield profiler
     if profiler.step_num <= _SKIPPED + _WARMUP:
-        log(f"profile: no whole step was traced: tracing begins with step {_SKIPPED + _WARMUP + 1} of a start")
+        log(f"profile: no whole step was traced, because tracing begins at step {_SKIPPED + _WARMUP + 1} after a start")
 
 
 def _training_curves(record: Mapping[str, Any]) -> dict[str, float]:

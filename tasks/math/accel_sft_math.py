@@ -17,13 +17,13 @@ SYSTEM_PROMPT = "You are a helpful assistant that solves the maths below."
 _NAMED_NUMBERS = 10
 """Maximum number of numbers that an error names."""
 _KIND_SHARE, _ONE_SHARE = 0.12, 0.36
-"""Share of all numbers up to which a rare kind is repeated: for most kinds, and for numbers that begin with 1."""
+"""A rare kind is repeated up to this share of all numbers: most kinds, and numbers that begin with 1."""
 _MOST_REPEATS = 12
 """Maximum number of repetitions of a rare kind."""
 
 # int() refuses numbers with more digits than a limit that may be set as low as 640; no honest answer is nearly as long.
 _INTEGER = r"[+-]?[0-9]{1,600}"
-_ANY_SUM = "any two integers with the asked sum are right; the expected answer is one of them"
+_ANY_SUM = "any two integers with the right sum are a right answer; the expected answer is one example"
 _QUESTION = re.compile(rf"\s*({_INTEGER})\s*=\s*")
 _SUM = re.compile(rf"\s*({_INTEGER})\s*\+\s*({_INTEGER})\s*")
 
@@ -38,7 +38,7 @@ class Example:
 
 
 class _BuiltIn(list[Example]):
-    """Rows with a fingerprint, by which the token cache recognises them without reading their messages."""
+    """Rows with a fingerprint, by which the token cache recognizes the rows without reading their messages."""
 
     notes: Sequence[str] = ()
 
@@ -58,7 +58,7 @@ class Math(Task):
         None, rows=True, help="Training rows: instruction, input, output; JSON array or JSON Lines."
     )
     validation_file: str | None = option(
-        None, rows=True, help="Validation rows, none of whose numbers may be in training."
+        None, rows=True, help="Validation rows. None of their numbers may be in the training rows."
     )
     answer_prefix: str = option("Answer: ", help="Fixed text before every answer.")
     max_number: int = option(9999, min=3, max=1_000_000, help="Largest number in a question.")
@@ -77,7 +77,7 @@ class Math(Task):
         if found:
             return found
         if re.search(r"[0-9+-]\s*$", self.answer_prefix):
-            found.append(f"--answer-prefix {self.answer_prefix!r}: ends like a number; end it with another character")
+            found.append(f"--answer-prefix {self.answer_prefix!r}: ends like a number; end it differently")
         if self.train_file:
             if not self.validation_file:
                 found.append(
@@ -117,8 +117,9 @@ class Math(Task):
     def score(self, example: Example, text: str) -> dict[str, Any]:
         """Score a generated answer.
 
-        `format_rate`: whether it is the prefix and two integers joined by +; `accuracy`: whether these also sum to the
-        number. `first_addend` and `nonzero_addends` (whether both differ from 0) are None unless the answer is right.
+        `format_rate`: whether the answer is the prefix and two integers joined by +; `accuracy`: whether these integers
+        also sum to the number. `first_addend` and `nonzero_addends` (whether both differ from 0) are None unless the
+        answer is right.
         """
         addends = self._addends_of(text)
         right = addends is not None and sum(addends) == example.number
@@ -177,7 +178,9 @@ class Math(Task):
             return self._read_unseen(frozenset(held_out))
         numbers = [number for number in range(1, self.max_number + 1) if number not in held_out]
         if not numbers:
-            raise UserError(f"--validation-file {self.validation_file}: has every number up to {self.max_number}")
+            raise UserError(
+                f"--validation-file {self.validation_file}: it has all numbers up to {self.max_number}; remove some"
+            )
         draw = _random(self, "train")
         rows = _BuiltIn()
         while len(rows) < self.train_examples:
@@ -187,7 +190,7 @@ class Math(Task):
         return rows
 
     def _read_unseen(self, held_out: frozenset[int]) -> Sequence[Example]:
-        """The training rows, whose numbers must not be held out; the check is part of parsing: once for each file."""
+        """The training rows, without any held-out number. Parsing checks this, so each file is checked only once."""
         try:
             return read_rows(self.train_file, functools.partial(self._parse_unseen, held_out))
         except UserError:
@@ -262,7 +265,7 @@ def _first_addend(number: int, how: str, draw: random.Random) -> int:
 
 
 def _with_rare_ones_often(numbers: list[int]) -> list[int]:
-    """`numbers` with the rarer kinds repeated: these would otherwise be learnt last.
+    """`numbers` with rare kinds repeated, which would otherwise be learnt last.
 
     Rare kinds are short numbers, and numbers that begin with 1: their second addend has fewer digits than the number.
     """

@@ -199,7 +199,7 @@ def test_attention_of_rows_is_registered_when_first_used(model, monkeypatch):
 
 def test_the_settings_win(model):
     batching, message = chosen(model, batching="shared")
-    line = f"batching shared (one copy of what rows share), up to {batching.tokens:,} tokens a forward"
+    line = f"batching shared (one copy of what rows share), up to {batching.tokens:,} tokens per forward"
     assert message == f"{line}, the least work of 3 sizes"
     assert chosen(model, batching="packed")[0].layout == "packed"
     padded = batching_of(("padded", "causal"), UNLIMITED, 4, head="pieces")

@@ -156,13 +156,13 @@ def test_generate_answers_prompts_with_images_as_transformers_does(run, tmp_path
 
 def test_prompts_whose_images_are_not_there_are_named(tmp_path, made):
     (tmp_path / "a.png").write_bytes(png())
-    with pytest.raises(UserError, match="PROMPT: expected an image for each of 1 <image>, got 2"):
+    with pytest.raises(UserError, match="PROMPT: there are 1 marks <image>, but --image is given 2 times"):
         prompt_with("<image>?", [str(tmp_path / "a.png")] * 2, None)
     with pytest.raises(UserError, match=r"PROMPT gave the image 'c\.png'; there is no such file"):
         prompt_with("?", ["c.png"], None)
     part = {"type": "image", "path": str(tmp_path / "a.png")}
     rows = jsonl(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": [part]}]}])
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: has images; give them by --image, with one PROMPT"):
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: the row has images; give images with --image"):
         read_prompts(rows, None)
     arguments = (str(made("qwen2_vl")), "--interactive", "--image", "a.png")
     with pytest.raises(UserError, match="--image needs a PROMPT"):

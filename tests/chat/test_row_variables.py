@@ -165,7 +165,7 @@ def test_without_a_template_a_continued_text_is_concatenated(tmp_path, bos):
 
 def test_server_gets_no_row_without_its_variables():
     with pytest.raises(
-        UserError, match=r"validation example 0 has .*chat_template_kwargs.*; a server is asked for texts"
+        UserError, match=r"validation example 0 has .*chat_template_kwargs.*; a server can be sent only chats"
     ):
         refuse_beyond_text([conversation(Rows(), [([ASK], "no", {"a": 1})], "validation", 0)])
 

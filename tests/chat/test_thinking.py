@@ -149,7 +149,7 @@ def test_evaluation_and_card_of_a_run_ask_as_it_did(whole_run, tmp_path):
     run, _ = whole_run
     command = ("evaluate", "math", "--model", str(run.run_dir), "--validation-examples", "5")
     evaluated = finished(*command, run_dir=tmp_path / "own")
-    note = f"note: this run's best/ weights are taken; for those of its last step name {run.run_dir / 'final'}\n"
+    note = f"note: using this run's best/ weights; for the weights of its last step, name {run.run_dir / 'final'}\n"
     assert note in evaluated.output  # as generate, merge and push take them
     assert evaluated.result()["weights"] == {"model": str(run.run_dir / "best")}
     after = evaluated.result()["after"]

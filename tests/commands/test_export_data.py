@@ -89,7 +89,7 @@ def test_the_command_writes_a_folder_that_is_new(called, tmp_path):
     done = called(*arguments)
     assert done.status == 0, done.output
     note, *lines = done.output.splitlines()
-    assert note == "any two integers with the asked sum are right; the expected answer is one of them"
+    assert note == "any two integers with the right sum are a right answer; the expected answer is one example"
     assert lines == [f"{tmp_path}/rows/train.jsonl: 20 rows", f"{tmp_path}/rows/validation.jsonl: 3 rows"]
     again = called(*arguments)
     assert again.status == 1

@@ -61,7 +61,7 @@ def test_prompt_is_answered_by_the_best_weights(run):
     sample = json.loads((run.run_dir / "samples/step-000006.jsonl").read_text().splitlines()[0])
     done = finished("generate", str(run.run_dir), sample["prompt"])
     assert f"model  {run.run_dir / 'best'}\n" in done.output
-    assert f"note: this run's best/ weights are taken; for those of its last step name {run.run_dir}" in done.output
+    assert f"note: using this run's best/ weights; for the weights of its last step, name {run.run_dir}" in done.output
 
 
 def test_best_weights_are_taken_or_else_the_last(tmp_path):
@@ -84,7 +84,7 @@ def test_best_weights_are_taken_or_else_the_last(tmp_path):
         (("5=", "--top-p", "0.5"), "--top-p needs --temperature above 0"),
         (("5=", "--thinking", "much"), "--thinking much: not one of off, template, keep"),
         (("5=", "--base", "auto"), "is neither from a run nor an adapter; name its base"),
-        (("5=", "--max-new-tokens", "5000"), "are more than the 4,096 that the model reads"),
+        (("5=", "--max-new-tokens", "5000"), "exceed the model's limit of 4,096"),
     ],
 )
 def test_what_cannot_be_answered_is_one_line(tiny, called, arguments, problem):
@@ -160,7 +160,7 @@ def test_prompts_are_lines_or_rows_and_bad_ones_are_named(tmp_path):
     rows.write_text(json.dumps({"messages": own}) + "\n" + json.dumps({"prompt": "7="}))
     turns = [system, {"role": "user", "content": "7="}]
     assert read_prompts(str(rows), "Sum.")[0] == [(own, (), None), (turns, (), None)]
-    for content, problem in ((b"\n", "no prompt in it"), (b"\xff", "not UTF-8")):
+    for content, problem in ((b"\n", "it has no prompts"), (b"\xff", "not UTF-8")):
         lines.write_bytes(content)
         with pytest.raises(UserError, match=problem):
             read_prompts(str(lines), None)
@@ -206,11 +206,11 @@ TOOLS = (
         ({}, "field 'prompt'"),
         ({"messages": 3}, 'a list of {"role"'),
         ({"messages": [*QUESTION, {"role": "assistant", "content": "3"}]}, "a last turn whose role is not assistant"),
-        ({"prompt": "?", "tools": "{"}, "a list of schemas, or JSON of one"),
+        ({"prompt": "?", "tools": "{"}, "a list of schemas, or its JSON text"),
         ({"prompt": "?", "system": 3}, "field 'system'"),
-        ({"prompt": "?", "chat_template_kwargs": {"a": 1}}, "no variables of the template"),
+        ({"prompt": "?", "chat_template_kwargs": {"a": 1}}, "no value: only training"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}, *QUESTION]}, "gave the call '{}', expected"),
-        ({"prompt": "?", "images": ["a.png"]}, "give images by --image, with one PROMPT"),
+        ({"prompt": "?", "images": ["a.png"]}, "give images with --image and a single PROMPT"),
         ({"messages": [{"role": "user", "content": "?", "function_call": {"name": "a"}}]}, "not in `function_call`"),
     ],
 )
@@ -250,7 +250,7 @@ def test_left_out_penalties_of_the_base_are_named(tiny, tmp_path):
     settings |= {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3}
     (folder / "generation_config.json").write_text(json.dumps(settings))
     (note,) = answerer(folder).notes
-    assert "generation_config.json: repetition_penalty, no_repeat_ngram_size: left out of answers" in note
+    assert "generation_config.json (repetition_penalty, no_repeat_ngram_size) are not applied" in note
     (note,) = answerer(folder, Sampling(repetition_penalty=1.3)).notes
     assert "config.json: no_repeat_ngram_size: left out" in note
     assert answerer(tiny).notes == []
@@ -304,9 +304,9 @@ def test_a_talk_streams_remembers_is_interrupted_and_begins_anew(endless):
         interrupt()
         until(r"\[cut after \d+ tokens\]\r\n> ")
         say("x" * 200)  # in one conversation with what was said before
-        until(r"are more than the 4,096 that the model\s+reads.*begins anew\r\n> ".replace(" ", r"\s+"))
+        until(r"exceed the model's limit of 4,096[^>]*new conversation\r\n> ".replace(" ", r"\s+"))
         os.write(terminal, b"31\xff=\n")
-        until(r"expected text: no bytes other than UTF-8.*\r\n(.*\r\n)?> ")
+        until(r"expected UTF-8 text without lone.*\r\n(.*\r\n)?> ")
         say("/unknown")
         until(r"/unknown: unknown; .*\r\n(.*\r\n)?> ")
         for command in ("/system Sum.", "/reset"):

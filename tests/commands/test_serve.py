@@ -45,7 +45,7 @@ def test_run_is_served_in_its_precision_by_its_name(run, program):
     words = ["serve", str(run / "best"), "--served-model-name", run.name, "--dtype", "float32", "--generation-config"]
     words += ["vllm", "--host", "127.0.0.1", "--port", "8123", "--max-num-seqs", "16"]
     assert "\n".join([str(program), *words]) in done.output
-    assert f"note: this run's best/ weights are taken; for those of its last step name {run}" in done.output
+    assert f"note: using this run's best/ weights; for the weights of its last step, name {run}" in done.output
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,7 @@ def flipped(file):
 
 
 DAMAGES = {
-    "a bit": (IDS, flipped, "ids has other bytes than were written"),
+    "a bit": (IDS, flipped, "ids has changed since it was written"),
     "gone": (IDS, lambda file: file.unlink(), "ids is missing"),
     "what is known of it": (manifest.MANIFEST, flipped, "manifest.json"),
 }

@@ -62,14 +62,14 @@ def test_the_key_goes_into_the_header_and_nowhere_else(served, monkeypatch):
         assert Endpoint(url, None, "OTHER_KEY").model == "tuned"
         assert served.asked[-1][1]["Authorization"] == f"Bearer {SECRET}"
         served.status = [401]
-        with pytest.raises(UserError, match=r"401 \(no: Bearer \*\*\*\); give the server's key in \$ACCEL_SFT_API_KEY"):
+        with pytest.raises(UserError, match=r"401 \(no: Bearer \*\*\*\); export the server's key as ACCEL_SFT_API_KEY"):
             Endpoint(url, None, "OTHER_KEY")
         assert Endpoint(url, None).model == "tuned"
         assert "Authorization" not in served.asked[-1][1]
     with pytest.raises(UserError, match=r"--key-from \*\*\*: this environment variable is not set"):
         Endpoint(url, None, SECRET)
     monkeypatch.setenv("OTHER_KEY", f"{SECRET}\n")
-    with pytest.raises(UserError, match="OTHER_KEY: the key has characters that no header may have") as error:
+    with pytest.raises(UserError, match="OTHER_KEY: the key has characters that an HTTP header cannot hold") as error:
         Endpoint(url, None, "OTHER_KEY")
     assert SECRET not in str(error.value)
 
@@ -103,7 +103,7 @@ def test_busy_server_is_retried_and_a_refusal_is_final(served):
         assert [path for path, _, _ in served.asked[1:]] == ["/v1/chat/completions"] * 5
         served.asked.clear()
         for status, problem in (
-            (302, r"name the address that it redirects to in --url: http://127.0.0.1:9/v1"),
+            (302, r"it redirects to http://127.0.0.1:9/v1"),
             (404, "the server answered 404"),
         ):
             served.status = [status]
@@ -111,7 +111,7 @@ def test_busy_server_is_retried_and_a_refusal_is_final(served):
                 endpoint.chat(CHAT, 3)
         assert len(served.asked) == 2
         for other in (url.removesuffix("/v1"), f"{url}/chat/completions"):
-            with pytest.raises(UserError, match=f"name one with --model, or give --url {url}"):
+            with pytest.raises(UserError, match=f"name a model with --model, or give --url {url}"):
                 Endpoint(other, None)
         served.asked.clear()
         served.status = [502] * 9
@@ -123,11 +123,11 @@ def test_busy_server_is_retried_and_a_refusal_is_final(served):
 def test_silence_nobody_and_a_password_are_one_line_each():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
-        with pytest.raises(UserError, match=r"no answer within 0.2 s; .* --timeout gives it longer"):
+        with pytest.raises(UserError, match=r"no answer within 0.2 s; .* set a longer --timeout"):
             Endpoint(address, None, timeout=0.2)
     with pytest.raises(UserError, match=r"cannot be reached .*; is the server running there"):
         Endpoint(address, None)
-    with pytest.raises(UserError, match="a key or password in an address is shown by many programs") as error:
+    with pytest.raises(UserError, match="put no key or password in it") as error:
         Endpoint(f"http://me:{SECRET}@host/v1", "tuned")
     assert SECRET not in str(error.value)
     with pytest.raises(UserError, match="expected an address"):
@@ -157,10 +157,10 @@ def response(body, status="200 OK", *headers):
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        (response(f"Bearer {SECRET}"), r"answered .Bearer \*\*\*.; is it an OpenAI-compatible server"),
-        (response({}, "302 Found", f"Location: http://x/?k={SECRET}"), r"in --url: http://x/\?k=\*\*\*"),
-        (response({"data": [{"id": SECRET}, {"id": "b"}]}), r"the server has \*\*\*, b; name one with --model"),
-        (response(b"what"), "answered what; is it an OpenAI-compatible server"),
+        (response(f"Bearer {SECRET}"), r"answered .Bearer \*\*\*.; is it OpenAI-compatible"),
+        (response({}, "302 Found", f"Location: http://x/?k={SECRET}"), r"redirects to http://x/\?k=\*\*\*"),
+        (response({"data": [{"id": SECRET}, {"id": "b"}]}), r"the server has \*\*\*, b; name a model with --model"),
+        (response(b"what"), "answered what; is it OpenAI-compatible"),
     ],
     ids=["a text with the key", "a redirect with the key", "a name with the key", "no JSON"],
 )
@@ -195,7 +195,7 @@ def test_answer_of_another_form_stops_nothing(message, logprobs, text):
 
 def test_answer_in_parts_is_refused_and_not_scored():
     message = {"content": [{"type": "text", "text": "a"}]}
-    with pytest.raises(EndpointError, match="answers with lists of parts"):
+    with pytest.raises(EndpointError, match="answer is a list of parts"):
         Endpoint(answering(response({"choices": [{"message": message}]})), "m").chat(CHAT, 3)
 
 
@@ -208,8 +208,8 @@ def test_answers_that_are_not_whole_are_counted(monkeypatch):
     config = EvaluateConfig(url=address, model="m", max_new_tokens=9).resolved({})
     result = evaluation.evaluate_served(Accelerator(cpu=True), Sums(), config, Endpoint(address, "m"))
     assert result.lines == [
-        "warning: of 7 answers: 2 cut (raise --max-new-tokens), 1 withheld by the server's filter, 1 tool calls, "
-        "2 empty; scored as they are"
+        "warning: some of the 7 answers are unusual: 2 cut (raise --max-new-tokens), 1 withheld by the server's "
+        "filter, 1 tool calls, 2 empty. All are scored as they are"
     ]
 
 
@@ -244,10 +244,10 @@ def test_what_a_server_is_not_asked_is_refused(served):
         main_metric = "eval_loss"
 
     assert evaluation.problems_of_served(Loss()) == [
-        "--url: the task's metric is eval_loss, which servers do not return; choose a metric of answers"
+        "--url: a server cannot return the task's metric eval_loss; choose a metric that scores answers"
     ]
     with serving(served) as url:
         config = EvaluateConfig(url=url, max_new_tokens=3).resolved({})
-        with pytest.raises(UserError, match="validation example 0 has images, calls of tools"):
+        with pytest.raises(UserError, match="validation example 0 has images, tool calls"):
             evaluation.evaluate_served(Accelerator(cpu=True), Calls(), config, Endpoint(url, None))
         assert [path for path, _, _ in served.asked] == ["/v1/models"]

@@ -80,7 +80,7 @@ def test_a_model_on_which_deepspeeds_attention_fails_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("window", "expected"),
     [
-        (8, "it has layers that are not of full attention (SlidingWindowLayer). Use z3.yaml."),
+        (8, "it has layers without full attention (SlidingWindowLayer). Launch with z3.yaml."),
         (None, "with split rows its loss is off by"),  # the other rank's part is missing
     ],
 )

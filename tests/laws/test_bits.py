@@ -27,7 +27,7 @@ def test_ranks_killed_before_a_checkpoint_end_with_the_same_bits(tmp_path, own_m
     assert not list(run_dir.glob("checkpoints/*"))
     assert (run_dir / "batching.json").is_file()
     resumed = finished(*DROPOUT, "--resume", "auto", run_dir=run_dir, **options)
-    assert "a forward, as before" in " ".join(resumed.output.split())
+    assert "per forward, as before" in " ".join(resumed.output.split())
     same_weights(whole.run_dir, run_dir)
     assert [line["loss"] for line in resumed.lines()] == [line["loss"] for line in whole.lines()]
 

@@ -29,8 +29,8 @@ TAKES += ("bamba", "olmo_hybrid")
 CANNOT = {
     "jamba": "its loss is not that of single rows",
     "minimax": "the model's forward fails",
-    "falcon_mamba": "the model takes no cache",
-    "mamba2": "the model takes no cache",
+    "falcon_mamba": "the model does not accept a cache",
+    "mamba2": "the model does not accept a cache",
 }
 
 
@@ -103,7 +103,7 @@ def test_state_cut_off_from_its_backward_is_detected(monkeypatch):
     monkeypatch.setattr(prefix_attention, "_for_rows", cut_off)
     batching, line = chosen(make("lfm2"))
     assert batching.layout == "padded"
-    assert "with a cached prefix: its gradient is not that of padded rows (off by " in line
+    assert "with a cached prefix: its gradient is not that of padded rows (relative difference " in line
 
 
 def test_rows_are_padded_where_no_backward_can_be_tried(monkeypatch):
@@ -112,7 +112,7 @@ def test_rows_are_padded_where_no_backward_can_be_tried(monkeypatch):
     monkeypatch.setattr("accel_sft.batching.verify.forwards_alone", lambda accelerator: False)
     batching, line = chosen(model)
     assert batching.layout == "padded"
-    assert "with a cached prefix: its backward cannot be tried where ranks share the weights" in line
+    assert "with a cached prefix: its backward cannot be tried if ranks share the weights" in line
 
 
 JOB = ("--max-steps", "5", "--eval-every", "off", "--save-every", "3", "--global-batch-size", "24")
@@ -133,7 +133,7 @@ def test_ranks_and_resume_keep_the_curve_behind_a_cache(yaml, adapter, tmp_path)
         assert other["loss"] == pytest.approx(one["loss"], rel=2e-5)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=2e-5)
     again = accel_sft(*job, "--resume", "auto", run_dir=stopped(several, tmp_path / "again", 3), **sharing)
-    assert "a forward, as before" in " ".join(again.output.split()), again.output[-3000:]
+    assert "per forward, as before" in " ".join(again.output.split()), again.output[-3000:]
     assert [line["loss"] for line in again.lines()] == [line["loss"] for line in several.lines()]
     record = json.loads((again.run_dir / "batching.json").read_text())["chosen"]
     assert (record["layout"], record["attention"]) == ("shared", "cache")

@@ -114,7 +114,7 @@ def test_recipe_for_own_metric_scores_chat_files(recipe, monkeypatch):
     scores = [scored(task, examples, index, "odd I think") for index in range(10)]
     assert aggregated(task, scores) == {"first_word": answers.count("odd") / 10}
     (problem,) = type(task)(train_file="data.jsonl", metric="exact").problems()
-    assert problem == "--metric exact: answers are scored by first_word of the task; leave it out"
+    assert problem == "--metric exact: this task scores answers by first_word; leave it out"
 
 
 def test_variables_of_the_reference_are_in_the_source():

@@ -101,7 +101,7 @@ def test_a_large_file_is_checked_once(file, way, own_cache, capsys):
     CALLS.clear()
     assert read_rows(path, answer)[0] == ROWS[0]["answer"]
     assert len(CALLS) == 3
-    assert "damaged (places.bin has other bytes than were written); it is made again" in capsys.readouterr().out
+    assert "damaged (places.bin has changed since it was written); it is made again" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", [json.dumps(ROWS), "answer\n" + "\n".join(row["answer"] for row in ROWS)])

@@ -152,7 +152,7 @@ def test_a_flat_schema_of_a_tool_has_no_second_type(schema):
     assert parsed(messages(ASK, ANSWER, tools=[schema])).example.tools == [{"type": "function", "function": SCHEMA}]
 
 
-MARKED = "a turn's mark: weight, train or loss"
+MARKED = "a mark of each turn: weight, train or loss"
 PAIR = {"prompt": "u", "completion": "a"}
 MARKS_OF_TURNS = {
     "mask": said(mask=True),
@@ -162,7 +162,7 @@ MARKS_OF_TURNS = {
     "tool_calls[0].loss_mask": said(tool_calls=[{**CALL, "loss_mask": [0]}]),
 }
 REFUSED = {
-    "a label beside raw text": ({"text": "u", "label": 1}, "label", "no label beside raw text; to learn it: --c"),
+    "a label beside raw text": ({"text": "u", "label": 1}, "label", "no label beside raw text; to learn it, use --c"),
     "a message of a tree": ({"text": "u", "parent_id": None, "role": "x"}, "role", "no role beside raw text"),
     "loss_mask": (messages(ASK, ANSWER, loss_mask=[0, 1]), "loss_mask", MARKED),
     "videos": (messages({**ASK, "content": "<video>"}, ANSWER, videos=["a.mp4"]), "videos", "only text and images"),
@@ -173,8 +173,8 @@ REFUSED = {
         MARKED,
     ),
     "a turn's images": (messages({**ASK, "images": ["a"]}, ANSWER), "messages[0].images", "images as parts"),
-    "KTO's label": ({**PAIR, "label": "False"}, "label", "no judgement of the answer"),
-    "KTO's tag": (messages(ASK, ANSWER, kto_tag=True), "kto_tag", "no judgement of the answer"),
+    "KTO's label": ({**PAIR, "label": "False"}, "label", "no judgment of the answer"),
+    "KTO's tag": (messages(ASK, ANSWER, kto_tag=True), "kto_tag", "no judgment of the answer"),
     "ms-swift's second answer": (messages(ASK, ANSWER, rejected_response="b"), "rejected_response", "one answer: "),
     "LLaMA-Factory's preferences": (messages(ASK, ANSWER, chosen=MORE, rejected=ANSWER), "chosen", "one answer, got "),
     **{
@@ -226,15 +226,15 @@ def test_preferences_say_how_to_learn_the_chosen_answers():
 FORMS = "messages or conversations, prompt and completion, instruction and output, or text"
 BAD_TURNS = {
     "null": (said(content=None), "messages[].content", "text, got null or nothing"),
-    "bytes": (said(content={"base64": "/w=="}), "messages[].content", "text, got bytes that are no UTF-8"),
+    "bytes": (said(content={"base64": "/w=="}), "messages[].content", "text, got bytes that are not UTF-8"),
     "an empty list": (said(content=[]), "messages[].content", "text, got an empty list"),
     "a video": (messages({**ASK, "content": [{"type": "video"}, text("u")]}), "messages[].content[]", "a part of type"),
     "two thinkings": (said(thinking="t", reasoning="s"), "messages[]", "one thinking, got different texts in "),
     "thinking of the user": (messages({**ASK, "thinking": "t"}, ANSWER), "messages[].thinking", "no thinking in a "),
     "a text behind a call": (said(content=[{"type": "tool_use", **USED}, text("a")]), "messages[].content", "thinking"),
-    "thinking in two places": (said(content="<think>t</think>a", thinking="t"), "messages[].content", "no <think>, as"),
+    "thinking in two places": (said(content="<think>t</think>a", thinking="t"), "messages[].content", "no <think>, be"),
     **{
-        f"a call {way} as text": (messages(ASK, *turns), "messages[]", "calls in tool_calls alone, not as text")
+        f"a call {way} as text": (messages(ASK, *turns), "messages[]", "tool calls only in tool_calls, not also")
         for way, turns in {
             "beside it": [{**ANSWER, "content": "I look. <tool_call>w<arg_key>city</arg_key>", "tool_calls": [CALL]}],
             "with brackets": [{**ANSWER, "content": '[TOOL_CALLS][{"name": "w"', "function_call": CALL["function"]}],
@@ -248,10 +248,10 @@ BAD_TURNS = {
     "a role with a name in it": (messages({"role": "Bob", "content": "u"}, ANSWER), "messages[].role", "system, user"),
     "a user's system": ({**PAIR, "system_prompt": ASK}, "system_prompt", "a system prompt, got a turn of the user"),
     "a variable as text": (messages(ASK, chat_template_kwargs='{"a": "false"}'), "chat_template_kwargs.a", "true or f"),
-    "a begun answer": ({"prompt": [ASK, ANSWER], "completion": "b"}, "prompt", "no begun answer at its end"),
-    "a null text": ({"text": None, "id": 3}, None, f"columns {FORMS}, got text (null), id; name others"),
+    "a begun answer": ({"prompt": [ASK, ANSWER], "completion": "b"}, "prompt", "no assistant turn at its end"),
+    "a null text": ({"text": None, "id": 3}, None, f"columns {FORMS}, got text (null), id; name other"),
     "not a list": ({"messages": 3}, "messages", "a list of messages, got int"),
-    "a key twice": ({"messages": '[{"role": "x", "role": "y"}]'}, "messages", "a list of messages, or JSON of one (a"),
+    "a key twice": ({"messages": '[{"role": "x", "role": "y"}]'}, "messages", "a list of messages, or its JSON text ("),
     "not a message": (messages("x"), "messages[]", "a message, an object with role and content, got 'x'"),
     "an unknown role": (sharegpt(("narrator", "x")), "conversations[].from", "system, user, assistant or tool"),
     "half a weight": (said(weight=0.5), "messages[].weight", "0 or 1, false or true (a turn is learnt or not), got 0"),
@@ -271,7 +271,7 @@ BAD_TURNS = {
         "calls in function_call or in",
     ),
     "a tool without a name": (messages(ASK, ANSWER, tools=[{}]), "tools[]", "a tool's schema"),
-    "a user's call": (messages({**ASK, "tool_calls": [CALL]}, ANSWER), "messages[].tool_calls", "no call in a turn of"),
+    "a user's call": (messages({**ASK, "tool_calls": [CALL]}, ANSWER), "messages[].tool_calls", "no tool call"),
     "variables that are a list": (messages(ASK, ANSWER, chat_template_kwargs=[1]), "chat_template_kwargs", "an object"),
 }
 

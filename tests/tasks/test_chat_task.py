@@ -111,8 +111,8 @@ def test_calls_of_tools_are_learnt_and_their_results_are_not(rows):
 
 HELLO = {"role": "assistant", "content": "h"}
 BLEMISHES = {
-    "two user turns": ([AGAIN, ASK, ANSWER], [{"role": "user", "content": "u2\n\nu"}], "a", "two user turns in a row"),
-    "two assistant turns": ([ASK, ANSWER, MORE], [ASK], "a\n\na2", "two assistant turns in a row"),
+    "two user turns": ([AGAIN, ASK, ANSWER], [{"role": "user", "content": "u2\n\nu"}], "a", "two consecutive user t"),
+    "two assistant turns": ([ASK, ANSWER, MORE], [ASK], "a\n\na2", "two consecutive assistant turns"),
     "a leading assistant turn": ([SYSTEM, HELLO, ASK, ANSWER], [SYSTEM, ASK], "a", "first turns are the assistant's"),
     "a user turn at the end": ([ASK, ANSWER, AGAIN], [ASK], "a", "last turns are no answer to learn"),
     "an empty system turn": ([{**SYSTEM, "content": ""}, ASK, ANSWER], [{**SYSTEM, "content": ""}, ASK], "a", ""),
@@ -212,7 +212,7 @@ def test_columns_by_other_names(rows):
     assert notes == ["1 row read as prompt and completion (columns question, answer)", "not read: messages (1 row)"]
     _, notes = rows(row, columns="prompt=question, completion=answer, system=who")
     assert notes[1] == "1 row without the column who, which --columns names"
-    with pytest.raises(UserError, match="got question, answer, persona; name others"):
+    with pytest.raises(UserError, match="got question, answer, persona; name other columns"):
         rows({"question": "u", "answer": "a", "persona": "s"})
     with pytest.raises(UserError, match="expected a column answr, which --columns names, got question, answer"):
         rows({"question": "u", "answer": "a"}, columns="prompt=question,completion=answr")
@@ -222,7 +222,7 @@ def test_image_mark_without_an_image_is_reported(rows):
     question = {"prompt": "What is <image> in HTML?", "completion": "a"}
     _, notes = rows({**question, "images": []}, {**question, "images": None}, question)
     (note,) = notes[1:]  # of two in three: lines are named of fewer only
-    assert note == "2 rows with <image> in a text and no image in the row; the mark stays a word"
+    assert note == "2 rows with <image> in a text and no image in the row; the mark is read as a word"
 
 
 OPTIONS = [
@@ -321,7 +321,7 @@ def test_a_file_of_chats_trains_on_two_ranks(launched, tmp_path_factory):
     )  # fmt: skip
     for line in (
         "rows read as ShareGPT (column conversations: from, value)",
-        "with two user turns in a row, which are joined by a blank line (line 8)",
+        "with two consecutive user turns, which are joined by a blank line (line 8)",
         "left out: no assistant turn to learn (line 68)",
         "rows are held out of",
     ):
@@ -467,16 +467,16 @@ def test_a_metric_that_matches_no_own_answer_is_named(tmp_path, answers, warned)
 
 
 @pytest.mark.parametrize(
-    ("rows", "options", "message"),
+    ("rows", "options", "parts"),
     [
-        (600, {}, "30 of 600 rows are held out of FILE: few, a score of 0.5 is ±0.17 (95%); --held-out 100: ±0.10"),
-        (60, {"held_out": 20}, "20 of 60 rows are held out of FILE: few, a score of 0.5 is ±0.20 (95%); --validation"),
+        (600, {}, ("30 of 600 rows are held out of", "±0.17 (95%); --held-out 100 makes it ±0.10")),
+        (60, {"held_out": 20}, ("20 of 60 rows are held out of", "±0.20 (95%); see --validation")),
     ],
 )
-def test_few_rows_held_out_are_named_with_their_interval(tmp_path, rows, options, message):
+def test_few_rows_held_out_are_named_with_their_interval(tmp_path, rows, options, parts):
     file = jsonl(tmp_path / "rows.jsonl", ({"prompt": f"{n}?", "completion": f"a {n}"} for n in range(rows)))
     (note,) = [n for n in Chat(train_file=file, **options).dataset("validation").notes if "held out" in n]
-    assert note.replace(file, "FILE").startswith(message)
+    assert all(part in note for part in parts)
 
 
 def test_single_prompt_needs_a_validation_file_or_none_held_out(tmp_path):

@@ -93,7 +93,7 @@ def test_published_rows_are_read_whatever_the_file_is_called(tmp_path):
         ({"text": "a b", "label": {"name": {"a": [[False, 0]]}}}, "label.name.a", "two integers, got [False, 0]"),
         ({"text": "a b", "label": {"name": {"b": [[2, 3]]}}}, "label.name.b", "last < 3 (the text's length)"),
         ({"text": "a b", "label": {"name": {"a": [[0, 1]]}}}, "label.name.a", "'a', got 'a ' at [0, 1]"),
-        ({"text": "a b", "label": {"name": {"a": [[0, 0], [0, 0]]}}}, "label.name.a", "stands here twice"),
+        ({"text": "a b", "label": {"name": {"a": [[0, 0], [0, 0]]}}}, "label.name.a", "each span once, got"),
     ],
 )
 def test_bad_row_is_refused_by_file_line_and_field(tmp_path, row, field, said):

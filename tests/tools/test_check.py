@@ -255,7 +255,7 @@ def test_page_is_complete_and_escapes_the_data(check, site, model, tmp_path):
     for _ in range(2):  # it replaces an older page, and nothing else
         check(site, *files, "--html", page, model=model)
     refused = check(site, *files, "--html", files[1], model=model)
-    assert f"--html {files[1]}: a file that is no page of accel-sft; name another file" in refused.output
+    assert f"--html {files[1]}: this file is not a page of accel-sft; name another file" in refused.output
     text = page.read_text(encoding="utf-8")
     assert "&lt;script&gt;" in text
     assert "<script" not in text

@@ -80,7 +80,7 @@ def test_an_adapter_is_counted_as_peft_makes_it(family, adapter):
 def test_named_modules_count_alone_and_unknown_ones_are_refused():
     shape = count(QWEN_14B)
     assert shape.trained("lora", 8, "q_proj, v_proj") == 48 * 8 * (5120 + 5120 + 5120 + 1024)
-    with pytest.raises(UserError, match="--lora-target-modules query: no such module; there are q_proj"):
+    with pytest.raises(UserError, match="--lora-target-modules query: no such module; choose from q_proj"):
         shape.trained("lora", 8, "query,v_proj")
     with pytest.raises(UserError, match="--model odd: model_type no_such: its parameters cannot be counted"):
         read_shape({"model_type": "no_such"}, "odd")

@@ -218,9 +218,9 @@ def test_what_is_no_run_is_refused_in_a_line(two, tmp_path):
 def test_no_other_file_is_replaced(two, tmp_path):
     target = tmp_path / "notes.html"
     target.write_text("mine")
-    with pytest.raises(UserError, match=r"notes\.html: a file that is no page of accel-sft"):
+    with pytest.raises(UserError, match=r"notes\.html: this file is not a page of accel-sft"):
         report(two[0], "--output", target)
-    with pytest.raises(UserError, match="in a folder that exists"):
+    with pytest.raises(UserError, match="in an existing folder"):
         report(two[0], "--output", tmp_path / "nowhere" / "page.html")
     assert target.read_text() == "mine"
 

@@ -161,13 +161,13 @@ TAMPERINGS = [
     (on(edit_record, data_sha256="0" * 64), "written with other data than"),
     (on(edit_lines, slower), f"{LINES} up to step 2 have changed"),
     (agreeing(on(edit_lines, lambda lines: lines.pop(3))), "the line of step 4 is where that of step 3 is expected"),
-    (lambda run: flip_bit(next(run.checkpoint(4).glob("*.safetensors"))), "rank-0000-000.safetensors has other bytes"),
+    (lambda run: flip_bit(next(run.checkpoint(4).glob("*.safetensors"))), "rank-0000-000.safetensors has changed"),
     (on(edit_checkpoint, 4, "weights"), "step-000004: it is not the checkpoint that was there when step-000006 was"),
     (on(drop_checkpoint, 2), "step-000002: is missing; it was there when step 6"),
     (rename_checkpoint, "step-000004: it was written as the checkpoint of step 2"),
     (on(edit_weights, "final/adapter_model"), "final/adapter_model.safetensors: has"),
     (lambda run: (run.final / "config.json").write_text("{}"), "final/config.json: was added"),
-    (on(edit_text, "samples/step-000006.jsonl", '"generated"', '"Generated"'), "step-000006.jsonl: has other bytes"),
+    (on(edit_text, "samples/step-000006.jsonl", '"generated"', '"Generated"'), "step-000006.jsonl: has changed"),
     (lambda run: (run.path / manifest.MANIFEST).unlink(), "manifest.json: is missing"),
 ]
 

@@ -213,7 +213,7 @@ def test_slow_or_foreign_aggregate_has_no_interval(monkeypatch):
     beats, samples = heartbeat_count(), micro_answers(1, 0.5)
     values = Micro.aggregate([sample["scores"] for sample in samples])
     _, without = measured({**values, "f1": values["f1"] + 0.1}, samples, Micro.aggregate)
-    assert without == {"f1": "aggregate() of the stored answers gives another number"}
+    assert without == {"f1": "aggregate() of the stored answers gives a different number"}
     measured(values, samples, Micro.aggregate)
     assert heartbeat_count() - beats >= 2000  # for the watch over hangs
     monkeypatch.setattr(resampled, "_LONGEST_SECONDS", -1.0)
@@ -224,7 +224,7 @@ def test_slow_or_foreign_aggregate_has_no_interval(monkeypatch):
 
 def test_one_example_or_none_have_no_interval():
     one = evaluated(micro_answers(1, 0.5, 1), micro_answers(2, 0.5, 1))["intervals"]
-    assert one["without"] == {"f1": "one example"}
+    assert one["without"] == {"f1": "there is only one example"}
     assert one["change"] == {}
     result = {"before": None, "after": None}
     add_intervals(result, Micro, [], [], None)
@@ -236,7 +236,7 @@ def test_report_and_terminal_have_intervals_and_the_tests_result():
     result = evaluated(before, after)
     page = render_report(result, before, after)
     assert "| validation loss | 1 | 1 | +0 |" in page
-    assert "Intervals are at 95%, over 200 examples. Changes are by a paired test on the same examples, at 5%." in page
+    assert "at 95%, over 200 examples. Changes are judged by a paired test on the same examples, at 5%." in page
     assert page.count("examples can show") + page.count("better (") + page.count("higher (") == 2
     expected = verdict(result["intervals"]["change"]["f1"], WORDS)
     for width in (80, 120):
@@ -251,7 +251,7 @@ def test_report_and_terminal_have_intervals_and_the_tests_result():
 def test_few_examples_are_named_beside_their_intervals():
     for count, few in ((12, True), (60, False)):
         sentences = about_intervals(evaluated(micro_answers(1, 0.5, count), micro_answers(2, 0.8, count)))
-        assert ("; with so few, about 90% if scores are skewed." in sentences) is few
+        assert ("; with so few, they cover about 90% if scores are skewed." in sentences) is few
 
 
 @pytest.mark.parametrize("damage", [5, {"after": {"f1": [1, None]}, "change": {"f1": {"p": "x"}}}])

@@ -39,7 +39,7 @@ def test_step_time_divides_without_rest_and_without_evaluations():
     assert totals["parts"] == pytest.approx(twice | {"the rest": 0.02})
     assert (totals["steps"], totals["seconds"]) == (2, pytest.approx(0.2))
     sentence = (
-        "a step took 0.1 s in the mean of 2: 40% backward, 20% forward, 15% optimizer step, 10% make batch, "
+        "a step took 0.1 s on average over 2 steps: 40% backward, 20% forward, 15% optimizer step, 10% make batch, "
         "10% the rest, 5% wait for ranks"
     )
     assert f"On rank 0 {sentence}." in render_report({"steps": 3, "time_spent": totals}, [], [])
@@ -66,7 +66,7 @@ def test_trace_that_an_error_ends_is_named_or_too_short(tmp_path, steps):
             profiler.step()
         if steps == 3:
             raise KeyboardInterrupt
-    assert (str(tmp_path) if steps == 3 else "begins with step 3 of a start") in printed[-1]
+    assert (str(tmp_path) if steps == 3 else "begins at step 3 after a start") in printed[-1]
     assert steps < 3 or [*tmp_path.iterdir()]
 
 
@@ -98,9 +98,9 @@ def watched(
 
 CAUSES = {
     "batches": ({"spent": {BATCHES: 0.34}}, "making batches takes 34% of a step: look at"),
-    "ranks that wait in their forwards": ({"waits": [math.nan] * 2, "ranks": 2}, "30% of a step is backward"),
+    "ranks that wait in their forwards": ({"waits": [math.nan] * 2, "ranks": 2}, "30% of a step is spent on: backward"),
     "small forwards": ({"tokens": 1024, "forwards": 8}, "a forward has 128 tokens"),
-    "the optimizer": ({"spent": {OPTIMIZER: 0.4}}, "40% of a step is optimizer step; see --profile"),
+    "the optimizer": ({"spent": {OPTIMIZER: 0.4}}, "40% of a step is spent on: optimizer step; see --profile"),
 }
 
 

@@ -89,7 +89,7 @@ def fail(*_):
         (
             "aggregate",
             lambda self, scores: {"right": 1.0, "loss": 0.0, "generate_seconds": 0.0},
-            r"gave generate_seconds, loss: these names are the trainer's; choose others",
+            r"gave generate_seconds, loss, which are names of the trainer's metrics; rename them",
         ),
         ("score", lambda self, example, text: 1.0, r"validation example [01]: score\(\) gave 1\.0"),
         ("score", fail, r"example [01]: the task's score\(\) failed on .*RuntimeError: ill\\nand\\ttired!+\.\.\.$"),
@@ -176,7 +176,7 @@ def test_examples_are_a_sequence_with_something_in_it(dataset, message):
     [
         (("--epochs", "0.0001"), "", "--epochs 0.0001 is less than one of 60 examples"),
         (("--max-steps", "3", "--warmup-steps", "4"), "", "--warmup-steps 4: the run has 3 steps"),
-        ((), "~nobody.here", "Error: ACCEL_SFT_CACHE ~nobody.here: nobody here has this home folder"),
+        ((), "~nobody.here", "Error: ACCEL_SFT_CACHE ~nobody.here: no user has this home folder"),
     ],
 )
 def test_a_run_that_makes_no_sense_is_refused(called, monkeypatch, tmp_path, flags, cache, message):

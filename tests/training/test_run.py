@@ -249,7 +249,7 @@ def test_a_new_run_starts_from_an_earlier_ones_weights(launched):
     assert second.result()["before"]["eval_loss"] == pytest.approx(first.result()["after"]["eval_loss"], rel=1e-5)
     assert len(second.lines()) == 6
     printed = " ".join(second.output.split())
-    assert f"this run's final/ weights are taken; for those of its best step name {first.run_dir}" in printed
+    assert f"using this run's final/ weights; for the weights of its best step, name {first.run_dir}" in printed
     assert "model tiny" not in printed
 
 

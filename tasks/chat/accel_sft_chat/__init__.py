@@ -1,4 +1,4 @@
-"""A task for accel_sft: chats, read from files in the forms in which they are published."""
+"""A task for accel_sft: trains on chats, read from files in the forms in which chats are published."""
 
 from accel_sft_chat.task import Chat
 

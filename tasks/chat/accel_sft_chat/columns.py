@@ -1,4 +1,4 @@
-"""Recognises a row's published form by its columns: chat messages, prompt and completion, Alpaca's, or raw text.
+"""Recognizes the form of a row by its columns: chat messages, prompt and completion, Alpaca, or raw text.
 
 Columns that the form does not read are refused or reported: keys.py decides which.
 """
@@ -32,7 +32,7 @@ COLUMNS = {
     "images": ("images", "image"),
     "text": ("text",),
 }
-"""Names by which the column of each kind is recognised; `--columns` gives a kind another name."""
+"""Names by which the column of each kind is recognized; `--columns` names a different column for a kind."""
 RAW_TEXT = "raw text"
 _LISTS = ("conversation", "dialogue", "dialog", "contents")
 """Columns with these names have messages only if they hold a list: some data sets have a text in them."""
@@ -50,16 +50,16 @@ _SHOWN = 8
 
 
 class RowTurns(NamedTuple):
-    """A row as it was read.
+    """The content of a row.
 
     Attributes:
-        form: its form in words, with the names of its columns. For raw text, a single turn, it begins with RAW_TEXT.
-        turns: its turns, unchanged.
-        system_text: the text of its system column, or "".
-        tools: the schemas of its tools.
+        form: the row's form in words, with the names of its columns; begins with RAW_TEXT for raw text (a single turn).
+        turns: the row's turns, unchanged.
+        system_text: the text of the row's system column, or "".
+        tools: the schemas of the row's tools.
         notes: what was done to the row, and which columns of `--columns` it lacks.
-        unread: names of its keys that are not read.
-        variables: what it sets in the chat template.
+        unread: names of the row's keys that are not read.
+        variables: variables that the row sets in the chat template.
     """
 
     form: str
@@ -72,7 +72,7 @@ class RowTurns(NamedTuple):
 
 
 def named_columns(text: str | None) -> tuple[tuple[str, str], ...]:
-    """Read `--columns`: pairs of what a column holds and its name.
+    """Parse `--columns` into pairs: what a column holds, and the column's name.
 
     Raises:
         ValueError: the text is malformed; the message says how, in a phrase.
@@ -100,11 +100,11 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
         folder: the folder that the paths of images are relative to.
     Raises:
         RowProblem: a field does not hold what it should.
-        RowRefused: the form is unknown, or a column says what to learn in a way that this task does not know.
+        RowRefused: the form is unknown, or a column says what to learn in a way that this task does not support.
     """
     named, remarks, given = dict(columns), Remarks(), row
     row = row if columns else _unwrapped(row)
-    if "" in row:  # _recognised returns "" for a column that is not there
+    if "" in row:  # _recognised returns "" for an absent column
         remarks.look({"": row[""]}, (), {})
         row = {key: value for key, value in row.items() if key}
     keys = tuple(key for key, value in row.items() if key not in _LISTS or isinstance(value, list))
@@ -118,10 +118,11 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
         for name in () if "text" in named else _NO_RAW_TEXT:
             is_other_file = name == "file_name" and not _names_image(row.get(name))
             if not (is_empty(row.get(name)) or is_other_file):
-                learn = f"to learn it: --columns prompt={first},completion={name}; " if name in _LABELS else ""
-                raise RowRefused(name, f"no {name} beside raw text; {learn}the texts alone: --columns text={first}")
+                learn = f"to learn it, use --columns prompt={first},completion={name}; " if name in _LABELS else ""
+                texts = f"to learn only the texts, use --columns text={first}"
+                raise RowRefused(name, f"no {name} beside raw text; {learn}{texts}")
         refused = refused_in(row)
-        for name in ("label", *SWITCHES):  # the label of a text, not a judgement of an answer; a prompt's switches
+        for name in ("label", *SWITCHES):  # here a text's label judges no answer, and switches belong to prompts
             refused.pop(name, None)
         remarks.look(row, {first}, refused)
         turns = [{"role": "assistant", "content": _text(row, first, remarks, needed=True)}]
@@ -164,7 +165,7 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
 
 
 def _unwrapped(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The row with its `messages`: taken out of OpenAI's batch requests, or made from xLAM's queries and calls."""
+    """A row with `messages`, from an OpenAI batch request or made of xLAM's query and calls; else the row itself."""
     body = row.get("body")
     if isinstance(body, dict) and "messages" in body and "messages" not in row:
         return {**{key: value for key, value in row.items() if key != "body"}, **body}
@@ -179,10 +180,10 @@ def _unwrapped(row: Mapping[str, Any]) -> Mapping[str, Any]:
 def _recognised(
     row: tuple[str, ...], filled: tuple[str, ...], columns: tuple[tuple[str, str], ...]
 ) -> tuple[Callable[[str], str], list[tuple[str, ...]]]:
-    """For rows with these columns: the column of each kind, "" if there is none, and the forms that they may have.
+    """For rows with these columns: the column of each kind ("" if there is none), and the forms that the rows may have.
 
     Args:
-        filled: the columns whose value is neither null nor empty; such a column wins over another of the same kind.
+        filled: the columns whose value is neither null nor empty; they come before empty columns of the same kind.
     """
     named = dict(columns)
     kinds = {what: (named[what],) if what in named else names for what, names in COLUMNS.items()}
@@ -190,13 +191,13 @@ def _recognised(
         what: next((name for held in (filled, row) for name in names if name in held), "")
         for what, names in kinds.items()
     }
-    # if columns were named, only the forms that have them are looked for
+    # if columns were named, only forms with these columns are considered
     forms = [form for form in _FORMS if not named.keys().isdisjoint(form)] or _FORMS
     return column_of.__getitem__, [form for form in forms if all(column_of[what] for what in form)]
 
 
 def _unknown(row: Mapping[str, Any], named: Iterable[str], *, has_form: bool) -> RowProblem:
-    """The problem of a row without a form. `has_form`: its columns have a known form, but no value."""
+    """The problem of a row that no form fits. `has_form`: its columns do fit a form, but have no value."""
     there = ", ".join(key[:80] + " (null)" * (row[key] is None) for key in list(row)[:_SHOWN]) or "none"
     if absent := [name for name in named if name not in row]:
         return RowRefused(None, f"a column {' and '.join(absent)}, which --columns names, got {there}")
@@ -205,7 +206,7 @@ def _unknown(row: Mapping[str, Any], named: Iterable[str], *, has_form: bool) ->
     return (RowProblem if has_form else RowRefused)(
         None,
         "columns messages or conversations, prompt and completion, instruction and output, or text, "
-        f"got {there}; name others: --columns prompt=question,completion=answer",
+        f"got {there}; name other columns: --columns prompt=question,completion=answer",
     )
 
 
@@ -214,7 +215,7 @@ def _names_image(value: Any) -> bool:
 
 
 def _text(row: Mapping[str, Any], column: str, remarks: Remarks, *, needed: bool = False) -> str:
-    """A column's text; without one "", or RowProblem if it is `needed`."""
+    """A column's text. Without a value: "", or RowProblem if the text is `needed`."""
     value = row.get(column)
     if isinstance(value, str) and _REPR.match(value):
         raise RowRefused(column, "JSON of messages, got Python's repr of them: write them with json.dumps or to_json")
@@ -252,7 +253,7 @@ def _rows_in(*columns: Any) -> int:
 
 
 def _pair(row: Mapping[str, Any], prompt: str, completion: str, remarks: Remarks) -> list[Turn]:
-    """The turns of a prompt and a completion, each a text or a list of messages; no turn of the prompt is learnt."""
+    """The turns of a prompt and a completion, each a text or a list of messages; turns of the prompt are not learnt."""
     prompt_turns, answer_turns = _messages_in(row[prompt]), _messages_in(row[completion])
     turns = (
         read_turns(prompt_turns, prompt, remarks)[0]
@@ -266,7 +267,7 @@ def _pair(row: Mapping[str, Any], prompt: str, completion: str, remarks: Remarks
     else:
         answered = [{"role": "assistant", "content": _text(row, completion, remarks, needed=True)}]
     if turns[-1]["role"] == answered[0]["role"] == "assistant":
-        expected = f"no begun answer at its end, for {completion} to continue; put the whole answer into {completion}"
+        expected = f"no assistant turn at its end; put the whole answer into {completion}"
         raise RowProblem(prompt, expected)
     if not prompt_turns and not answer_turns:
         turns[0]["continued"] = True
@@ -274,7 +275,7 @@ def _pair(row: Mapping[str, Any], prompt: str, completion: str, remarks: Remarks
 
 
 def _history(row: Mapping[str, Any], column: str, remarks: Remarks) -> list[Turn]:
-    """Earlier turns, from a list of pairs of question and answer, a list of messages, or JSON of such a list."""
+    """Earlier turns: from a list of pairs (question, answer), a list of messages, or the JSON text of such a list."""
     pairs, turns = row.get(column), []
     if isinstance(pairs, str):
         try:
@@ -301,9 +302,9 @@ def _turns_of_pairs(value: Any) -> list[Turn]:
 
 
 def _messages_in(value: Any) -> list[Any] | None:
-    """The messages in a list, in one message, or in JSON of a list, as in a CSV cell; None if `value` is a text.
+    """The messages in a list, in one message, or in a list's JSON text (as in a CSV cell); None if `value` is a text.
 
-    A list of other things (or JSON of one) is a text: data that the model is to read or to answer with.
+    A list of other values (or its JSON text) counts as a text: data that the model is to read or to answer with.
     """
     if isinstance(value, str):
         parsed = None
@@ -322,7 +323,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]] | None:
-    """The schemas of tools, from a list of schemas or of their JSON, or from JSON of a list; None if there are none."""
+    """The schemas of tools: from a list of schemas or JSON texts, or from a list's JSON text; None without any."""
     value = row.get(column)
     if isinstance(value, str):
         try:
@@ -345,7 +346,7 @@ def _tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]] | None:
 
 
 def _stand_in(system_text: str, turns: list[Turn], tools: list[dict[str, Any]]) -> bool:
-    """Whether the schemas stand in a system prompt, as in Hermes' data: each tool's name is within its <tools>."""
+    """Whether system prompts already have the schemas, as in Hermes' data: all tools are named within <tools>."""
     texts = [system_text, *(turn["content"] for turn in turns if turn["role"] == "system")]
     schemas = [schema for text in texts for schema in _TOOLS_IN_TEXT.findall(text)]
     return {tool["function"]["name"] for tool in tools} <= {*_NAME_OF_TOOL.findall("".join(schemas))}
@@ -358,15 +359,15 @@ def _schema(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _variables(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the row sets in the chat template: TRL's `chat_template_kwargs`, an object or JSON of one."""
+    """Variables that the row sets in the chat template: TRL's `chat_template_kwargs`, an object or its JSON text."""
     value = row.get(_VARIABLES)
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = json_in(value) if value.strip() else None
     if value is not None and not isinstance(value, dict):
-        raise RowProblem(_VARIABLES, f"an object, or JSON of one, got {kind(value)}")
+        raise RowProblem(_VARIABLES, f"an object, or its JSON text, got {kind(value)}")
     for name, held in (value or {}).items():
-        as_text = isinstance(held, str) and held.strip().lower() in ("true", "false")  # any text counts as true
+        as_text = isinstance(held, str) and held.strip().lower() in ("true", "false")  # any text is true in a template
         if as_text or (name.startswith("enable_") and not isinstance(held, (bool, type(None)))):
             raise RowProblem(f"{_VARIABLES}.{name}", f"true or false as JSON, not a text or number, got {held!r:.40}")
     variables = {name: held for name, held in (value or {}).items() if held is not None}

@@ -1,4 +1,4 @@
-"""Finds the images of a row: parts of its messages, or a column's images for the <image> marks in the texts."""
+"""Finds the images of a row: in parts of its messages, or in a column, for the <image> marks in its texts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from accel_sft_chat.values import kind
 
 PUT_FIRST = f"with images and no {IMAGE} in their texts; the images are put before the first question"
 
-WITHOUT = f"with {IMAGE} in a text and no image in the row; the mark stays a word"
+WITHOUT = f"with {IMAGE} in a text and no image in the row; the mark is read as a word"
 
 
 def with_images(turns: list[Turn], value: Any, column: str, folder: str) -> tuple[list[Turn], tuple[str, ...]]:
     """The turns, each with the paths of its images, and notes on what was done to the row.
 
     Args:
-        value: the row's column of images: one or a list, each a path or bytes; None if there is none.
+        value: the row's column of images: one image or a list, each a path or bytes; None if there is no column.
         folder: the folder that paths are relative to.
     Raises:
         RowProblem: the numbers of images and of marks differ.
@@ -77,7 +77,7 @@ def _is_empty(image: Any) -> bool:
 def _put_first(turns: list[Turn], count: int, column: str) -> list[Turn]:
     at = next((at for at, turn in enumerate(turns) if turn["role"] == "user"), None)
     if at is None:
-        raise RowProblem(column, f"no images, as there is no question, got {count}")
+        raise RowProblem(column, f"no images, because there is no question to put them in, got {count}")
     return [*turns[:at], {**turns[at], "content": IMAGE * count + turns[at]["content"]}, *turns[at + 1 :]]
 
 

@@ -1,7 +1,7 @@
 """Decides, at each level of a row, which keys are refused by name, and which are reported as not read.
 
-A reader of a level says which keys it reads. Any other key with a value is refused if it would change what is learnt in
-a way that the trainer does not know. Otherwise it is reported: "not read: source (200 rows)".
+The code that reads a level says which keys it reads. Any other key with a value is refused if it would change what is
+learnt in a way that the trainer does not support. Otherwise it is reported: "not read: source (200 rows)".
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from accel_sft import RowProblem
 
-_MARK = "a turn's mark: weight, train or loss"
-_MASK = f"{_MARK}; no mask of tokens is read"
+_MARK = "a mark of each turn: weight, train or loss"
+_MASK = f"{_MARK}; masks of tokens are not read"
 _MEDIA = "only text and images: video and sound are not trained on"
 VIDEOS = dict.fromkeys(("video", "videos", "audio", "audios"), _MEDIA)
 _MASKS = dict.fromkeys(
@@ -25,7 +25,7 @@ _MASKS = dict.fromkeys(
 _WEIGHTS = dict.fromkeys(("loss_scale", "loss_weight"), _MARK)
 _NO_PREFERENCES = "preferences are not trained here; to learn"
 _JUDGED = (
-    f"no judgement of the answer: {_NO_PREFERENCES} the good answers alone, keep rows with true and drop this column"
+    f"no judgment of the answer: {_NO_PREFERENCES} the good answers alone, keep rows with true and drop this column"
 )
 _SECOND = f"one answer: {_NO_PREFERENCES} the other answer alone, drop this column"
 SWITCHES = dict.fromkeys(
@@ -39,7 +39,7 @@ REFUSED_IN_TURNS = {
     "train_detail": f"{_MARK}; a turn is learnt as a whole or not at all",
     **dict.fromkeys(("mask", "masked"), _MASK),
     **dict.fromkeys(("training", "trainable"), _MARK),
-    "channel": "an answer's thinking as its reasoning_content: no channel is read",
+    "channel": "an answer's thinking as its reasoning_content: channels are not read",
     **dict.fromkeys(("image", "images"), "images as parts of the content, or in the row's column images"),
     "parts": "a content; Gemini's parts are not read",
 }
@@ -48,13 +48,13 @@ AS_JSON = "with numbers, lists or objects in place of texts, which are read as J
 
 
 def refused_in(row: Mapping[str, Any]) -> dict[str, str]:
-    """For each refused column of a row, what is expected in its place; some values of a column may be accepted."""
+    """Maps each refused column to what is expected in its place; some columns are refused only for certain values."""
     refused = {**VIDEOS, **_MASKS, **SWITCHES, **dict.fromkeys(("rejected_response", "rejected_messages"), _SECOND)}
     refused |= {name: _JUDGED for name in ("label", "kto_tag") if isinstance(_in_cell(row.get(name)), bool)}
     for name in _ROW_MARKS:
         value = _in_cell(row.get(name))  # 1 or true changes nothing, unless the column is a mask
         if isinstance(value, (int, float, list)) and (value != 1 or (name == "mask" and value is True)):
-            refused[name] = f"{_MARK}; no mark of a row is read"
+            refused[name] = f"{_MARK}; marks of whole rows are not read"
     if row.get("rejected") is not None and row.get("chosen") is not None:
         refused["chosen"] = preferred(row)
     if row.get("input_ids") is not None:
@@ -80,7 +80,7 @@ def preferred(row: Mapping[str, Any]) -> str:
 
 
 class RowRefused(RowProblem):
-    """For a key that says what to learn in a way that this task does not know: the file is refused, with or without
+    """For a key that says what to learn in a way that this task does not support: the file is refused, with or without
     --strict-rows."""
 
 
@@ -97,7 +97,7 @@ class Remarks:
     unread: dict[str, None] = dataclasses.field(default_factory=dict)
 
     def look(self, held: Mapping[str, Any], read: Collection[str], refused: Mapping[str, str], above: str = "") -> None:
-        """Name each key that has a value and is not read.
+        """Add each key that has a value and is not read to `unread`.
 
         Args:
             refused: what is expected in place of keys that are refused.

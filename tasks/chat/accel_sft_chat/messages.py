@@ -12,9 +12,9 @@ from accel_sft_chat.values import as_json, functions_in, json_in, kind, text_of
 Turn = dict[str, Any]
 """A message with `role` (system, user, assistant or tool) and `content`.
 
-If given: `tool_calls`, `tool_call_id`, `name`, `reasoning_content`; `continued`, True for a text that the answer
-continues; an assistant's `weight`, 0 or 1, if the row says whether the turn is learnt; and `images`, a path for each
-<image> in the content, None for one from the row's column.
+It may also have `tool_calls`, `tool_call_id`, `name` and `reasoning_content`; `continued`, True for a text that the
+answer continues; an assistant's `weight`, 0 or 1, if the row says whether the turn is learnt; and `images`, a path for
+each <image> in the content, or None for an image in the row's column.
 """
 
 IMAGE = "<image>"
@@ -24,7 +24,7 @@ IN_PROMPT = "in_prompt"
 """Key that marks a turn from a row's prompt column, which is not learnt."""
 _TEXTS = ("text", "input_text", "output_text")
 _IMAGES = ("image", "image_url", "input_image")
-"""Types of a message's parts that are texts, and of those that are images."""
+"""Types of the parts of a message: of texts, and of images."""
 _PATHS = ("image", "path", "url", "image_url", "source")
 _ORDER = {"thinking": 0, "tool_result": 0, "": 1, "tool_use": 2}
 """Types of parts that are not content (""), and the order in which they stand before or after the content."""
@@ -48,7 +48,7 @@ _CALL_MARK = re.compile(
     r"<\|?(?:\w+:)?(?:tool|function)_?calls?\b.*?>|\[TOOL_CALLS?\]|<｜tool▁calls?▁begin｜>|<\|python_tag\|>|<function=",
     re.IGNORECASE,
 )
-"""How templates begin a call of a tool as text."""
+"""How a tool call begins in the text that chat templates write."""
 OTHERS_MARKED = "with turns marked to be learnt that are not the assistant's; these turns are not learnt"
 _ROLES = {
     "system": "system",
@@ -72,12 +72,12 @@ _ROLES = {
 
 
 def read_turns(value: Any, field: str, remarks: Remarks) -> tuple[list[Turn], bool]:
-    """The turns of a list of messages (or of JSON of one), and whether they have ShareGPT's keys."""
+    """The turns of a list of messages (or of its JSON text), and whether the messages have ShareGPT's keys."""
     if isinstance(value, str):
         try:
             value = json_in(value)
         except ValueError as error:
-            raise RowProblem(field, f"a list of messages, or JSON of one ({error})") from None
+            raise RowProblem(field, f"a list of messages, or its JSON text ({error})") from None
     if not isinstance(value, list) or not value:
         raise RowProblem(field, f"a list of messages, got {kind(value)}")
     sharegpt = any(isinstance(message, dict) and message.get("from") is not None for message in value)
@@ -90,17 +90,17 @@ def read_turns(value: Any, field: str, remarks: Remarks) -> tuple[list[Turn], bo
 
 
 def _refuse_written_calls(before: list[Turn], turn: Turn, field: str) -> None:
-    """Refuse calls that are also in a text, of this turn or of one joined to it: they would be learnt twice."""
+    """Refuse tool calls that are also in the text of this turn, or of a turn joined to it, and so learnt twice."""
     calls = [call["function"] for call in turn.get("tool_calls", ())]
     for turn_before in [*(other for other in before if other["role"] == "assistant"), turn] if calls else ():
         mark = _CALL_MARK.search(turn_before["content"])
         if mark or any(function in calls for _, _, function in functions_in(turn_before["content"])):
             got = kind(mark[0] if mark else turn_before["content"])
-            raise RowProblem(field, f"calls in tool_calls alone, not as text in the content too, got {got}")
+            raise RowProblem(field, f"tool calls only in tool_calls, not also as text in the content, got {got}")
 
 
 def _turns(message: Any, field: str, remarks: Remarks) -> list[Turn]:
-    """The turns of a message: usually one; results of tools in a user's message become turns before it."""
+    """The turns of a message: usually one. Tool results in a user's message become turns before that turn."""
     if not isinstance(message, dict):
         raise RowProblem(field, f"a message, an object with role and content, got {kind(message)}")
     names = ("from", "value") if message.get("from") is not None else ("role", "content")
@@ -142,7 +142,7 @@ def _turns(message: Any, field: str, remarks: Remarks) -> list[Turn]:
         turn["reasoning_content"] = max(thoughts.values())
         marked = turn["content"].lstrip().startswith("<think>") or "</think>" in turn["content"]
         if turn["reasoning_content"] and marked:
-            raise RowProblem(where, f"no <think>, as the thinking is in {next(iter(thoughts))}")
+            raise RowProblem(where, f"no <think>, because the thinking is in {next(iter(thoughts))}")
     elif any(thoughts.values()):
         raise RowProblem(f"{field}.{next(iter(thoughts))}", "no thinking in a turn that is not the assistant's")
     mark = _mark(message, field)
@@ -154,7 +154,7 @@ def _turns(message: Any, field: str, remarks: Remarks) -> list[Turn]:
 
 
 def _result(block: Turn, field: str, remarks: Remarks) -> Turn:
-    """The turn of a part that has the result of a tool, as in Anthropic's form."""
+    """The turn for a part with a tool's result, as in Anthropic's form."""
     remarks.look(block, {"type", "tool_use_id", "name", "content"}, REFUSED_IN_PARTS, f"{field}.")
     keys = {"tool_use_id": "tool_call_id", "name": "name"}
     named = {keys[key]: block[key] for key in keys if isinstance(block.get(key), str)}
@@ -165,7 +165,7 @@ def _result(block: Turn, field: str, remarks: Remarks) -> Turn:
 
 
 def _refuse_other_parts(value: Any, field: str) -> None:
-    """Refuse parts in forms that are not read: their JSON would be learnt instead."""
+    """Refuse parts in forms that are not read: otherwise the JSON of such a part would be learnt."""
     for number, part in enumerate(value if isinstance(value, list) else [value]):
         given = {name: held for name, held in part.items() if held is not None} if isinstance(part, dict) else {}
         others = [name for name in given if name in _OTHERS_PARTS and isinstance(given[name], dict)]
@@ -192,26 +192,26 @@ def _no_part(field: str, held: Any) -> RowProblem:
 
 
 def _divided(value: Any, role: str, field: str) -> tuple[dict[str, list[Turn]], Any]:
-    """The parts of a content that are thinking, calls or results of tools, by type, and the content without them."""
+    """The parts of a content that are thinking, tool calls or tool results, by type, and the content without these."""
     if not isinstance(value, list):
         return {kind: [] for kind in _ORDER}, value
     types = {"assistant": ("thinking", "tool_use"), "user": ("tool_result",), "tool": ("tool_result",)}.get(role, ())
     kinds = [part["type"] if isinstance(part, dict) and part.get("type") in types else "" for part in value]
     order = [_ORDER[kind] for kind in kinds]
     if order != sorted(order):
-        raise RowProblem(field, "thinking or results of tools, then text, then calls of tools, got another order")
+        raise RowProblem(field, "thinking or tool results first, then text, then tool calls, got a different order")
     blocks = {kind: [part for part, its in zip(value, kinds, strict=True) if its == kind] for kind in _ORDER}
     rest = blocks.pop("")
     return blocks, (rest or None) if any(kinds) else value
 
 
 def _calling(message: Turn, role: str, field: str) -> str:
-    """The key under which a message calls tools; "" if it calls none."""
+    """The key with a message's tool calls; "" if there are none."""
     keys = [which for which in ("tool_calls", "function_call") if message.get(which)]
     if keys and role != "assistant":
-        raise RowProblem(f"{field}.{keys[0]}", f"no call in a turn of the {role}: the assistant calls tools")
+        raise RowProblem(f"{field}.{keys[0]}", f"no tool call in a turn of the {role}: only the assistant calls tools")
     if len(keys) > 1:
-        raise RowProblem(f"{field}.function_call", "calls in function_call or in tool_calls, not in both")
+        raise RowProblem(f"{field}.function_call", "tool calls in function_call or in tool_calls, not in both")
     return keys[0] if keys else ""
 
 
@@ -242,7 +242,7 @@ def content_of(value: Any, field: str, role: str, called: bool, remarks: Remarks
         elif part and part["type"] in _TEXTS and isinstance(part.get("text"), str):
             _look_at_part(part, {"type", "text"}, where, remarks)
             if any(images) and IMAGE in part["text"]:
-                raise RowProblem(f"{where}.text", f"a text without {IMAGE}, as images are parts here")
+                raise RowProblem(f"{where}.text", f"a text without {IMAGE}, because images are parts here")
             texts.append(part["text"])
         else:
             held = (
@@ -260,7 +260,7 @@ def _look_at_part(part: Turn, read: set[str], where: str, remarks: Remarks) -> N
 
 
 def _typed(part: Any) -> Turn | None:
-    """A part of a content, with its type, which Qwen's own form leaves out; None if this is not a part."""
+    """A part of a content, with its type, which Qwen's form leaves out; None if `part` is something else."""
     if not isinstance(part, dict):
         return None
     if isinstance(part.get("type"), str):
@@ -270,7 +270,7 @@ def _typed(part: Any) -> Turn | None:
 
 
 def _addressed(part: Turn) -> Turn:
-    """An image's part with its address under OpenAI's key `url`, if Anthropic's `source` has the address."""
+    """An image's part; if Anthropic's `source` has the address, the address is also under OpenAI's key `url`."""
     source = part.get("source")
     if not isinstance(source, dict):
         return part
@@ -308,7 +308,7 @@ def _json(value: Any, field: str) -> Any:
 
 
 def read_calls(value: Any, field: str, remarks: Remarks) -> list[Turn]:
-    """Calls of tools in OpenAI's form. The arguments become an object, also if the row has them as JSON text."""
+    """Tool calls in OpenAI's form. The arguments become an object, also if the row has them as JSON text."""
     calls = []
     for number, call in enumerate(value if isinstance(value, list) else [value]):
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -320,7 +320,7 @@ def read_calls(value: Any, field: str, remarks: Remarks) -> list[Turn]:
         where = f"{field}[{number}].arguments"
         arguments = {} if arguments in (None, "") else _json(arguments, where)
         if not isinstance(arguments, dict):
-            raise RowProblem(where, f"an object, or JSON of one, got {kind(arguments)}")
+            raise RowProblem(where, f"an object, or its JSON text, got {kind(arguments)}")
         named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         calls.append({"type": "function", **named, "function": {"name": function["name"], "arguments": arguments}})
     if not calls:
@@ -335,7 +335,7 @@ def _text(value: Any, field: str) -> str:
 
 
 def _mark(message: Turn, field: str) -> int | None:
-    """Whether a turn is learnt, by OpenAI's `weight`, Axolotl's `train` or ms-swift's `loss`; None without any."""
+    """Whether a turn is learnt: OpenAI's `weight`, Axolotl's `train` or ms-swift's `loss`; None without these."""
     marks = {name: message[name] for name in _MARKS if message.get(name) is not None}
     for name, mark in marks.items():
         if not isinstance(mark, (bool, int, float)) or mark not in (0, 1):

@@ -1,4 +1,4 @@
-"""Compares a generated answer with the row's own, by the metric that --metric names."""
+"""Compares a generated answer with the row's answer, by the metric that --metric names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Metric(NamedTuple):
 
     Attributes:
         key: the score that decides which checkpoint is best.
-        score: takes the row's answer and the generated one, and returns all scores.
+        score: takes the row's answer and the generated answer, and returns all scores.
     """
 
     key: str
@@ -53,7 +53,7 @@ def exact(expected: str, text: str) -> dict[str, float]:
 def f1(expected: str, text: str) -> dict[str, float]:
     """The F1 of words, each counted as often as it occurs. It ignores case, and punctuation that is not part of a word.
 
-    This is SQuAD's score of answers, but it leaves out no words. If a text has no words, only an exact match counts.
+    This is SQuAD's F1, except that articles count too. If a text has no words, only an exact match counts.
     """
     wanted, given = (Counter(_tokens(each)) for each in (expected, text))
     if not wanted or not given:
@@ -81,7 +81,7 @@ def json_equal(expected: str, text: str) -> dict[str, float]:
 
 
 def matching(pattern: re.Pattern[str]) -> Callable[[str, str], dict[str, float]]:
-    """A score: whether the last match of `pattern` is the same in both answers (its groups, or the whole match)."""
+    """A score: whether the last match of `pattern` (its groups, if it has any) is equal in both answers."""
 
     def score(expected: str, text: str) -> dict[str, float]:
         wanted, given = (_last(pattern, each) for each in (expected, text))
@@ -91,7 +91,7 @@ def matching(pattern: re.Pattern[str]) -> Callable[[str, str], dict[str, float]]
 
 
 UNANSWERED = ("loss", "perplexity")
-"""Names of the metrics for which no answer is generated."""
+"""Names of the metrics for which no answers are generated."""
 
 
 def loss_only(expected: str, text: str) -> dict[str, float]:
@@ -102,7 +102,7 @@ def loss_only(expected: str, text: str) -> dict[str, float]:
 METRICS = {
     "f1": Metric("token_f1", f1),
     "exact": Metric("exact_match", exact),
-    "accuracy": Metric("exact_match", exact),  # the name that people look for
+    "accuracy": Metric("exact_match", exact),  # the name that many people look for
     "chrf": Metric("chrf", chrf),
     "json": Metric("json_equal", json_equal),
     "regex": Metric("regex_match", exact),
@@ -112,12 +112,12 @@ METRICS = {
 
 
 def comparable(turn: Turn) -> str:
-    """An answer's text without its thinking, followed by its calls of tools as `comparable_text` writes them."""
+    """An answer's text without its thinking, followed by its tool calls as `comparable_text` writes them."""
     return _with_calls(without_thinking(turn["content"]), [call["function"] for call in turn.get("tool_calls", ())])
 
 
 def comparable_text(text: str) -> str:
-    """A generated text with its calls of tools in one form, however the model's template writes them."""
+    """A generated text with its tool calls in one form, however the model's template writes them."""
     calls, rest, at = [], [], 0
     for begin, end, function in functions_in(text):
         rest.append(text[at:begin])

@@ -1,4 +1,4 @@
-"""The task `chat`: reads chats, decides which turns are learnt, and compares answers with the rows' own."""
+"""The task `chat`: reads chats, decides which turns are learnt, and compares answers with those in the rows."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from accel_sft_chat.metrics import METRICS, UNANSWERED, comparable, comparable_t
 from accel_sft_chat.turns import LEARN, Dialogue, dialogue
 
 _SHARE, _MOST = 0.05, 500
-"""Share of --train-file's rows that is held out by default, and the maximum number of rows."""
+"""Share of --train-file's rows that is held out by default, and the maximum number of these rows."""
 _FEWEST, _LOOKED_AT = 12, 200
-"""Minimum number of evaluated rows for a note on their answers, and maximum number that is examined for it."""
+"""Minimum number of evaluated rows for a note on their answers, and maximum number of rows examined for it."""
 _LONGEST_LABEL = 60
 """Maximum number of characters of a label, which is an answer that several rows have."""
 _ENOUGH = 100
-"""From this number of held-out rows on, no note says how uncertain their score is."""
+"""If at least this many rows are held out, no note says how uncertain their score is."""
 _ONE_WORD = (
     "answers are single words or labels; --metric f1 scores a right word among others as partly right, --metric exact "
     "as wrong"
@@ -67,7 +67,7 @@ class Chat(Task):
     )
     data_seed: int = option(0, min=0, help="Seed of the choice of held-out rows.")
     columns: str | None = option(
-        None, help="Names of columns that are not recognised: prompt=question,completion=answer"
+        None, help="Names of columns that are not recognized: prompt=question,completion=answer"
     )
     strict_rows: bool = option(
         False, help="Refuse a file with a malformed row; off: leave out such rows, and count them."
@@ -77,9 +77,10 @@ class Chat(Task):
     metric: str = option(
         "f1",
         choices=tuple(METRICS),
-        help="How answers are scored; loss, perplexity: no answer is generated. Raw text has perplexity by default.",
+        help="How answers are scored; loss, perplexity: no answer is generated. By default, raw text is scored by "
+        "perplexity.",
     )
-    regex: str | None = option(None, help="For --metric regex: its match in the answer must equal that in the row's.")
+    regex: str | None = option(None, help="For --metric regex: the pattern whose match must be equal in both answers.")
 
     def __post_init__(self) -> None:
         if self.metric in METRICS and not self._own_metric:  # `problems` reports an unknown metric
@@ -88,7 +89,7 @@ class Chat(Task):
 
     @property
     def _own_metric(self) -> bool:
-        """Whether a subclass has a main metric of its own, which its score() gives."""
+        """Whether a subclass has its own main metric, which its score() returns."""
         return next(cls for cls in type(self).__mro__ if "main_metric" in vars(cls)) is not Chat
 
     def problems(self) -> list[str]:
@@ -107,7 +108,7 @@ class Chat(Task):
         except ValueError as error:
             found.append(f"--columns {self.columns}: {error}")
         if self._own_metric and self.metric != "f1":
-            found.append(f"--metric {self.metric}: answers are scored by {self.main_metric} of the task; leave it out")
+            found.append(f"--metric {self.metric}: this task scores answers by {self.main_metric}; leave it out")
         if (self.metric == "regex") != (self.regex is not None):
             found.append("--regex and --metric regex need each other: give both or none")
         elif self.regex is not None:
@@ -118,7 +119,7 @@ class Chat(Task):
         return found
 
     def dataset(self, split: str) -> Sequence[Dialogue]:
-        """The rows of the files; without a validation file some of the training rows are held out."""
+        """The rows of the files. Without a validation file, some of the training rows are held out for validation."""
         if split not in ("train", "validation"):
             raise ValueError(f"split {split!r}: train or validation")
         if found := self.problems():
@@ -137,7 +138,7 @@ class Chat(Task):
         return as_parts(example.prompt)
 
     def target(self, example: Dialogue) -> str | list[dict[str, Any]]:
-        """The answer's text, or the turns from the first to the last that is learnt."""
+        """The answer's text, or the turns from the first to the last learnt turn."""
         plain = len(example.answered) == 1 and example.answer.keys() == {"role", "content"}
         if not example.prompt or (plain and example.prompt[-1]["role"] != "assistant"):
             return example.answer["content"]
@@ -152,7 +153,7 @@ class Chat(Task):
     def score(self, example: Dialogue, text: str) -> dict[str, Any]:
         """Score a generated answer by --metric, without its thinking.
 
-        Calls of tools are compared by name and arguments, however the template writes them.
+        Tool calls are compared by name and arguments, however the template writes them.
         """
         score = matching(re.compile(self.regex)) if self.regex else METRICS[self.metric].score
         text = without_thinking(text)
@@ -160,8 +161,8 @@ class Chat(Task):
         return score(comparable(example.answer), comparable_text(text) if calls else text)
 
     def _with_advice(self, rows: Any, notes: Sequence[str]) -> Any:
-        """The rows to evaluate, with a note if answers are single words or labels, for which --metric exact is better.
-        If raw text is among them, they are scored by perplexity.
+        """The rows to evaluate. If answers are single words or labels, a note explains --metric f1 and --metric exact.
+        If there is raw text among the rows, they are scored by perplexity.
 
         Args:
             notes: the notes from reading the rows.
@@ -184,12 +185,12 @@ class Chat(Task):
     def _by_perplexity(self, rows: Any) -> Any:
         if self._own_metric:
             raise UserError(f"{self.main_metric}: raw text has no answer to score; train on it with the task chat")
-        if self.metric != "f1":  # not the default: the user chose it
+        if self.metric != "f1":  # the user chose this metric
             raise UserError(
-                f"--metric {self.metric}: raw text has no answer to compare; leave it out, or --metric perplexity"
+                f"--metric {self.metric}: raw text has no answer to compare; leave it out, or use --metric perplexity"
             )
         self.main_metric, self.higher_is_better = METRICS["perplexity"].key, False
-        line = "raw text is scored by its perplexity, the lower the better; no answer is generated"
+        line = "raw text is scored by its perplexity (lower is better); no answers are generated"
         if line not in rows.notes:
             rows.notes.append(line)
         return rows
@@ -224,7 +225,7 @@ class Chat(Task):
         if self.held_out == 0:
             validation.notes.append(_REMEMBERED.format(len(validation)))
             return rows, validation
-        why = "to evaluate (--held-out, --validation-file); rows with the same prompt are on one side"
+        why = "for evaluation (see --held-out, --validation-file); rows with the same prompt stay together"
         if len(validation) < _ENOUGH and not self._by_loss(rows.notes):
             why = _few(len(validation), len(rows))
         validation.notes.append(f"{len(validation):,} of {len(rows):,} rows are held out of {self.train_file}: {why}")
@@ -234,8 +235,8 @@ class Chat(Task):
 def _few(count: int, of: int) -> str:
     """How uncertain a score of `count` rows is, and how many rows would make it less uncertain."""
     more = min(_ENOUGH, of // 4)
-    few = f"few, a score of 0.5 is ±{_reach(count):.2f} (95%)"
-    return f"{few}; --held-out {more}: ±{_reach(more):.2f}" if more > count else f"{few}; --validation-file for more"
+    few = f"with so few, a score of 0.5 is uncertain by ±{_reach(count):.2f} (95%)"
+    return f"{few}; --held-out {more} makes it ±{_reach(more):.2f}" if more > count else f"{few}; see --validation-file"
 
 
 def _reach(count: int) -> float:

@@ -1,4 +1,4 @@
-"""Makes a row's turns a conversation that templates accept, marks the learnt turns, and notes what was changed."""
+"""Makes a row's turns into a conversation that chat templates accept, marks the learnt turns, and notes all changes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from accel_sft import RowLeftOut
 from accel_sft_chat.messages import IN_PROMPT, Turn
 
 LEARN = ("every", "last", "marked")
-"""Which assistant turns are learnt: all without weight 0, only the last of these, or those with weight 1."""
+"""Which assistant turns are learnt: all that do not have weight 0, only the last of these, or those with weight 1."""
 
-JOINED = "with two {} turns in a row, which are joined by a blank line"
+JOINED = "with two consecutive {} turns, which are joined by a blank line"
 LEADING = "whose first turns are the assistant's or a tool's; these turns are left out"
 TRAILING = "whose last turns are no answer to learn; these turns are left out"
 EMPTY = "with an empty assistant turn, which is not learnt"
 UNLEARNT = "with assistant turns of weight 0 (or train: false), which are not learnt"
-BOTH_SYSTEMS = "with a system turn and a system column; the turn is taken"
+BOTH_SYSTEMS = "with a system turn and a system column; the turn is used"
 GIVEN_SYSTEM = "without a system prompt; they get --system-prompt"
 
 
@@ -23,10 +23,10 @@ class Dialogue(NamedTuple):
     """One row as the task gives it to the trainer.
 
     Attributes:
-        prompt: the turns before the first learnt one.
-        answered: the turns from the first to the last learnt one; an assistant turn that is not learnt has weight 0.
+        prompt: the turns before the first learnt turn.
+        answered: the turns from the first to the last learnt turn; an assistant turn that is not learnt has weight 0.
         tools: the schemas of tools; None if there are none.
-        variables: what the row sets in the chat template; None if nothing.
+        variables: variables that the row sets in the chat template; None without any.
     """
 
     prompt: list[Turn]
@@ -41,7 +41,7 @@ class Dialogue(NamedTuple):
 
     @property
     def question(self) -> str:
-        """All turns before the answer, without case, spaces and punctuation.
+        """All turns before the answer, without regard to case, spaces and punctuation.
 
         Rows with the same question go to the same split when some rows are held out.
         """
@@ -102,7 +102,7 @@ def _without_leading(turns: list[Turn], notes: dict[str, None]) -> list[Turn]:
 
 
 def _joined(turns: list[Turn], notes: dict[str, None]) -> list[Turn]:
-    """The turns, with consecutive turns of one role joined if that loses nothing; results of tools stay apart."""
+    """The turns, with consecutive turns of one role joined if that loses nothing; tool results stay separate."""
     joined: list[Turn] = []
     for turn in turns:
         before = joined[-1] if joined else None

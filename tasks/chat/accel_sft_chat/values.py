@@ -1,4 +1,4 @@
-"""Reads texts and JSON that stand in a row, and writes values as texts, with numbers as the file has them."""
+"""Reads texts and JSON in a row's fields, and writes values as texts, with numbers as they are in the file."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from accel_sft_chat.keys import AS_JSON, Remarks
 
 
 def text_of(value: Any, field: str, remarks: Remarks) -> str:
-    """A text, or a number, a list or an object as JSON."""
+    """The value itself if it is a text; the JSON text of a number, list or object."""
     if isinstance(value, str):
         return value
     if value is None:
         raise RowProblem(field, f"text, got {kind(value)}")
     if isinstance(value, dict) and value.keys() == {"base64"}:  # as `read_rows` gives bytes
-        raise RowProblem(field, "text, got bytes that are no UTF-8")
+        raise RowProblem(field, "text, got bytes that are not UTF-8")
     remarks.notes[AS_JSON] = None
     return as_json(value)
 
 
 def as_json(value: Any) -> str:
-    """JSON with numbers as the file has them: 12.50, not 12.5. They are floats whose text `read_rows` keeps."""
+    """JSON with numbers as they are in the file: 12.50, not 12.5. They are floats whose text `read_rows` keeps."""
     if isinstance(value, float):
         return str(value)
     if isinstance(value, list):
@@ -47,7 +47,7 @@ def json_in(text: str) -> Any:
     """The value of a JSON text, read as strictly as rows are.
 
     Raises:
-        ValueError: the text is no JSON, or has a key twice, NaN or a lone surrogate, which could not be kept.
+        ValueError: the text is not JSON, or has a duplicate key, NaN or a lone surrogate, which could not be kept.
     """
     try:
         value = json.loads(text, object_pairs_hook=_object)

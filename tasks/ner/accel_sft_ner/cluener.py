@@ -14,7 +14,7 @@ _MAX_SHOWN = 5
 
 
 def read(path: str, split: str = "train") -> Sequence[Sentence]:
-    """The sentences of a JSONL file, a JSON array or a folder's split, with any names of types, not only CLUENER's ten.
+    """The sentences of a JSONL file, a JSON array or a folder's split. Types may have any names, not only CLUENER's.
 
     Raises:
         UserError: names file, line and field of every row that is not
@@ -26,10 +26,10 @@ def read(path: str, split: str = "train") -> Sequence[Sentence]:
 def read_unseen(path: str, validation: Any) -> Sequence[Sentence]:
     """Read sentences to train on, like `read`, and refuse those that are in `validation`.
 
-    The check is part of parsing, and so runs once for each file.
+    Parsing does this check, so it runs once for each file.
 
     Raises:
-        UserError: what `read` raises, or the first few sentences that are in both.
+        UserError: as in `read`, or with the first few sentences that are in both files.
     """
     texts = frozenset(sentence.text for sentence in validation)
     try:
@@ -74,7 +74,7 @@ def refuse_overlap(train: Any, validation: Any) -> None:
         (there,), (here,) = train.places([first_at[text]]), validation.places([index])
         lines.append(f"{here}: {_short(text)} is also trained on ({there})")
     raise UserError(
-        f"--validation-file: {len(shared)} of {len(validation)} sentences are also trained on, which flatters the "
+        f"--validation-file: {len(shared)} of {len(validation)} sentences are also trained on, which raises the "
         "metric; take them out of one file, or add --allow-overlap",
         *lines,
     )
@@ -112,7 +112,7 @@ def _span_problems(field: str, surface: str, spans: Any, text: str | None) -> li
             continue
         first, last = span
         if (first, last) in seen:
-            found.append(RowProblem(field, f"each span once, {span} stands here twice"))
+            found.append(RowProblem(field, f"each span once, got {span} twice"))
         elif text is not None:
             if not 0 <= first <= last < len(text):
                 found.append(RowProblem(field, f"0 <= first <= last < {len(text)} (the text's length), got {span}"))

@@ -1,7 +1,7 @@
-"""The parts of the built-in sentences: parts of surfaces, fillers and templates, in Chinese and English.
+"""The building blocks of the built-in sentences: templates, fillers and parts of surfaces, in Chinese and English.
 
 In a template, `{name}` is a slot for an entity, and `{name2}` one for a different entity of the same type; a slot that
-occurs twice gets the same surface twice. `{day}` and the other keys of FILLERS are words that are not entities.
+occurs twice gets the same surface both times. `{day}` and the other keys of FILLERS are words that are not entities.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# A surface is one draw from each tuple of one of its type's patterns, joined by JOINERS[language]; "" is left out.
+# For a surface, one word is drawn from each tuple of a pattern of its type; JOINERS[language] joins all but "".
 _ZH_CITY = _words("北京 上海 广州 深圳 杭州 南京 成都 武汉 西安 苏州 天津 重庆 长沙 青岛 大连 厦门")
 _ZH_SURNAME = tuple("王李张刘陈杨赵黄周吴徐孙马朱胡林郭何高罗郑梁谢宋唐许邓冯韩曹")
 _ZH_GIVEN = tuple("伟芳娜敏静丽强磊军洋勇艳杰娟涛明超霞平刚桂英华玉兰红建文辉力鑫鹏飞雪梅琳晨宇浩欣")

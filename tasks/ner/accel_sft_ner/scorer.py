@@ -4,14 +4,14 @@
 evaluated as code. NaN, Infinity, a key twice in one object, a lone surrogate in a key, and nesting or numbers too large
 for the parser are not valid. An invalid answer has no entities. `valid_json` is the share of valid answers;
 `valid_shape` is the share that are also an object of type -> surface -> non-empty list of [first, last] integers.
-Valid JSON of another shape counts as far as it fits: an answer {type: {surface: ...}} predicts that entity, whatever
-its spans look like; anything else predicts nothing.
+Valid JSON of a different shape counts as far as it fits: an answer {type: {surface: ...}} predicts that entity,
+whatever its spans look like; anything else predicts nothing.
 
 **Counting.** An entity is the pair (type, surface), compared character by character, and counts once in an answer.
 True positives are in gold and answer, false positives only in the answer, false negatives only in gold. *Strict*
 counts (type, surface, span) instead, each span once; if an answer gives a surface malformed spans, or none, these
-together are one false positive. *Unseen* counts the entities whose surface is no entity of any type in the training
-data, in gold and answers alike, so an invented surface is a false positive there.
+together are one false positive. *Unseen* counts only entities, in gold and in answers, whose surface is not an
+entity of any type in the training data; so an invented surface is a false positive there.
 
 **Metrics.** Counts are first summed over all examples. precision = tp / (tp + fp), recall = tp / (tp + fn),
 f1 = 2 tp / (2 tp + fp + fn), each 0 if its denominator is 0. Micro averages pool the types; `macro_*` is the mean over

@@ -1,4 +1,4 @@
-"""Generates the built-in data: Chinese and English sentences with entities, determined by sizes, language and seed."""
+"""Generates the built-in data: Chinese and English sentences with entities. Sizes, language and seed determine it."""
 
 from __future__ import annotations
 

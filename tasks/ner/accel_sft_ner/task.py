@@ -1,4 +1,4 @@
-"""The task `ner`: its sentences, its prompt, and its answer."""
+"""The task `ner`: finds named entities in sentences and answers with JSON."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Ner(Task):
         found = super().problems()
         for given, missing in (("train", "validation"), ("validation", "train")):
             if getattr(self, f"{given}_file") and not getattr(self, f"{missing}_file"):
-                found.append(f"--{missing}-file: needed beside --{given}-file (built-in and own sentences do not mix)")
+                found.append(f"--{missing}-file: needed with --{given}-file; files and built-in sentences do not mix")
         from_files = bool(self.train_file or self.validation_file)
         for field in dataclasses.fields(self):
             if from_files and field.name in _OF_BUILT_IN and getattr(self, field.name) != field.default:
                 flag = "--" + field.name.replace("_", "-")
-                found.append(f"{flag}: is only for the built-in sentences; leave it out with --train-file")
+                found.append(f"{flag}: this is only for the built-in sentences; leave it out with --train-file")
         if self.allow_overlap and not from_files:
-            found.append("--allow-overlap: is only for files; the built-in sentences never overlap")
+            found.append("--allow-overlap: this is only for files; built-in sentences never overlap. Leave it out")
         return found
 
     def dataset(self, split: str) -> Sequence[Sentence]:
