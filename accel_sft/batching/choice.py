@@ -81,8 +81,9 @@ def _work(trial: Trial, batching: Batching) -> float:
 
 
 def fitting(trial: Trial, exact: Sequence[Batching]) -> list[Batching]:
-    """On GPUs, the exact batchings in every size whose estimated memory fits on all ranks, or in the smallest size if
-    none fits or there is no estimate. On CPUs, the exact batchings in the sizes that their layouts have for CPUs."""
+    """On GPUs, return the exact batchings, each in every size for which its estimated memory fits on all ranks. If none
+    fits, or there is no estimate, return them in the smallest size. On CPUs, the exact batchings in the sizes that
+    their layouts have for CPUs."""
     if math.isinf(free_bytes(trial.accelerator.device)):
         return [
             dataclasses.replace(batching, tokens=tokens) for batching in exact for tokens in batching.way.cpu_tokens

@@ -46,7 +46,7 @@ class ControlTokens:
     of the tokenizer, which knows control tokens only with OWN around them, tokenizes the result.
 
     Attributes:
-        as_text: whether texts are guarded; this needs a fast tokenizer (of the library tokenizers).
+        as_text: whether texts are guarded; this needs a fast tokenizer (one of the library `tokenizers`).
         pattern: finds any special token.
     """
 

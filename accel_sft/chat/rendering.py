@@ -20,7 +20,7 @@ class Rendered(NamedTuple):
     Attributes:
         full_text: the template's own rendering of prompt and answer, for messages.
         form: the conversation's form.
-        apart: whether the rendering with the answer does not begin with the prompt; if so, `rest` is empty.
+        apart: whether the text with the answer begins otherwise than the prompt; if so, `rest` is empty.
     """
 
     prompt: str
@@ -34,7 +34,7 @@ class Rendering:
     """Renders conversations with a tokenizer's chat template, in the same way in training and evaluation. `--thinking`,
     the day (YYYY-MM-DD) and `--control-tokens` are fixed.
 
-    `notes` has a line for each thing that is done in addition to the template.
+    `notes` has lines for the log: what is added to the template's text, and warnings.
     """
 
     def __init__(

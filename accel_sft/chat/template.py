@@ -124,7 +124,7 @@ def dated(template: str, day: str | None) -> str:
 
 
 def _has_python_arguments(turns: Turns, text: str) -> bool:
-    """Whether a template wrote a call's arguments, an object, as Python's repr; the template may expect JSON text."""
+    """Whether a template wrote a call's arguments as Python's repr of a dict. Such a template may expect JSON text."""
     arguments = [call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ())]
     written = [str(given) for given in arguments if given and str(given) in text and str(given) != json.dumps(given)]
     if not written:

@@ -1,4 +1,4 @@
-"""A table of the commands that take a task: their options, which of these `--help` lists, and the function to run."""
+"""A table of the commands that take a task: their options, those that `--help` shows, and the function to run."""
 
 from __future__ import annotations
 

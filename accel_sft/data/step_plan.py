@@ -176,7 +176,7 @@ def rows_by_source(train: StoredEncoding, mix: str) -> tuple[dict[str, np.ndarra
     rows_of = {name: np.flatnonzero(numbers == number) for number, name in enumerate(shares)}
     if empty := [name for name, rows in rows_of.items() if not len(rows)]:
         raise UserError(
-            f"--mix {mix}: no row of {', '.join(empty)} is left to train on; fix these rows, or leave --mix out"
+            f"--mix {mix}: every row of {', '.join(empty)} was left out; correct its rows, or leave --mix out"
         )
     return rows_of, tuple(shares.values())
 

@@ -90,7 +90,7 @@ class TokenStore(Sequence[Encoded]):
         return encoded
 
     def _release_pages(self) -> None:
-        """Unmap the pages that were read: one access may map two megabytes, some hundred accesses the whole file.
+        """Unmap the pages that were read. One access may map two megabytes, so a few hundred may map the whole file.
 
         The kernel keeps them in its page cache while there is room, so the next access costs only microseconds.
         """

@@ -249,7 +249,7 @@ def _reply(answer: dict[str, Any], content: Any) -> Reply:
 
 
 def _logprobs(given: dict[str, Any]) -> list[tuple[str, float]]:
-    """Text and log-probability of each token; [] if their form is unknown, or one of them is not a finite number."""
+    """Text and log-probability of each token; [] if `given` has an unknown form, or a log-probability is not finite."""
     try:
         if given.get("content"):  # the form of chats, and of llama.cpp's completions
             pairs = [(str(one["token"]), float(one["logprob"])) for one in given["content"]]

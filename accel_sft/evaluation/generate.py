@@ -263,8 +263,9 @@ class Generator:
 
 
 class _Meeting:
-    """Lets ranks meet between forwards, equally often on each rank. They meet in `between`, which raises on all ranks
-    or on none. With sharded weights (`every_forward`), they also agree before each forward whether to continue."""
+    """Synchronizes ranks between forwards; every rank takes part in the same number of synchronizations. They meet in
+    `between`, which raises on all ranks or on none. With sharded weights (`every_forward`), they also agree before each
+    forward whether to continue."""
 
     def __init__(self, between: Callable[[], None], every_forward: bool) -> None:
         self.between, self.every_forward, self.forwards = between, every_forward, 0

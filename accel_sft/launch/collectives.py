@@ -23,7 +23,7 @@ milliseconds in 32 bits."""
 
 
 def by_each_rank(work: Callable[[], Result | None]) -> list[Result]:
-    """Call `work` on every rank; return all results, by rank. After UserErrors, all raise that of the lowest rank."""
+    """Call `work` on every rank; return all results, by rank. On UserErrors, all ranks raise that of the lowest one."""
     mine: tuple[Any, Any]
     try:
         mine, wrong = (work(), None), None

@@ -94,7 +94,7 @@ halved. Slices of a device (MIG) and variants that are not listed are unknown.""
 
 
 def peaks(device_name: str) -> Peaks | None:
-    """The peaks of a device by the name that torch and NVML give it; None if it is not known."""
+    """The peaks of the device that torch and NVML call `name`; None for an unknown device."""
     name = re.sub(r"^(NVIDIA|Tesla) ", "", device_name)
     return next((row for pattern, row in _NAMED if re.fullmatch(pattern, name) and "MIG" not in name), None)
 

@@ -200,7 +200,7 @@ class ModelShape:
         for count, matrix in self.matrices:
             sizes[matrix.name] = sizes.get(matrix.name, 0) + count * matrix.parameters
         if unknown := ", ".join(sorted(named - sizes.keys())):
-            raise UserError(f"--lora-modules-to-save {unknown}: cannot be counted; only {', '.join(sizes)} can")
+            raise UserError(f"--lora-modules-to-save {unknown}: of unknown size; known are only {', '.join(sizes)}")
         return sum(sizes[name] for name in named)
 
     def adapted(self, adapter: str, target_modules: str = ALL_LINEAR) -> Iterator[tuple[int, int, Matrix]]:

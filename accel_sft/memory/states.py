@@ -195,7 +195,8 @@ def _stage_3(job: Job) -> tuple[Placed, Placed]:
 
 
 def _stays(job: Job, share: float) -> float:
-    """Elements of a rank's part that Twin-Flow updates on the device: whole sub-groups; all vectors form one."""
+    """Number of elements of a rank's part that Twin-Flow updates on the device: those of whole sub-groups. All
+    one-dimensional parameters together form one sub-group."""
     if job.on_cpu:  # the host's Adam steps everything
         return 0.0
     size = _zero(job, "sub_group_size", _SUB_GROUP)

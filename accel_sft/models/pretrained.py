@@ -93,7 +93,7 @@ def pretrained(
             model.float()
     if offload:
         places = Counter({"cpu": "host", "disk": "disk"}.get(str(to), "GPU") for to in model.hf_device_map.values())
-        log(f"offloaded parts of the model: {', '.join(f'{count} on the {place}' for place, count in places.items())}")
+        log(f"where the model's parts are: {', '.join(f'{count} on the {place}' for place, count in places.items())}")
     if text is not settings and not isinstance(model.config, type(settings)):
         log(_ALONE)
     elif unused := sorted(loading_info["unexpected_keys"]):

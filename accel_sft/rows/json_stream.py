@@ -78,8 +78,8 @@ class ParsedRow(NamedTuple):
     """An example that `parse` returns together with facts about its row.
 
     Attributes:
-        group: rows of one group, such as those with one prompt, are all held out or all trained on; with "", only equal
-            rows are one group.
+        group: rows with the same `group` (for example, the same prompt) are all held out or all trained on. With "",
+            only equal rows stay together.
         notes: what `parse` did to the row; each note is counted over all rows.
         unread: names of the row's keys that `parse` did not read.
     """

@@ -82,7 +82,8 @@ class ProgressBar:
         return parts + [f"{name} {shown(record[name])}" for name in ("grad_norm", "epoch") if name in record]
 
     def _time_to_go(self, now: float) -> str:
-        """Time to go by the mean time per step since this process's first step, with evaluations and checkpoints."""
+        """The remaining time, estimated from the mean time per step since this process's first step, evaluations and
+        checkpoints included."""
         if self._first is None or self.done <= self._first[0]:
             return "ETA -:--:--"
         step, began = self._first

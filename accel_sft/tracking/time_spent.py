@@ -60,7 +60,8 @@ class TimeSpent:
                 self.parts[name] += seconds
 
     def totals(self) -> dict[str, Any] | None:
-        """`steps`, their `seconds`, and these seconds divided into `parts` by span; None before the first step."""
+        """Return the number of `steps`, the `seconds` they took, and in `parts` how many of these each span took; None
+        before the first step."""
         if not self.seconds:
             return None
         rest = max(self.seconds - sum(self.parts.values()), 0.0)

@@ -90,7 +90,8 @@ class Tracker(contextlib.AbstractContextManager):
             self._line.log(text)
 
     def phase(self, name: str) -> None:
-        """Record this rank's memory and age at the end of a start-up phase; every rank records the same names."""
+        """Record this rank's memory, and the seconds since its process started, at the end of a start-up phase. All
+        ranks record the same names."""
         row = {"phase": name, "rank": self.accelerator.process_index, "seconds": seconds_since_start()}
         memory = device_memory_gib(self.accelerator.device)
         on_device = {f"device_{key}_gib": value for key, value in memory.items()}

@@ -280,7 +280,7 @@ class Trainer:
         self.averages.take_out()
 
     def evaluate(self) -> None:
-        """Evaluate the current weights; export them as best/ if the task's main metric improved."""
+        """Evaluate the current weights; export them as best/ if they are the best so far."""
         state = self.state
         self.tracker.peaks.begin("evaluate")
         with torch.compiler.set_stance("force_eager"):  # each token of an answer makes a new shape

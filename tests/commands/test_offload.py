@@ -27,7 +27,7 @@ IDS = torch.arange(3, 15)[None]
 def test_answers_with_weights_on_the_disk_are_the_same(tiny):
     lines = []
     plain, placed = answerer(tiny), answerer(tiny, offload="disk", log=lines.append)
-    assert lines == ["offloaded parts of the model: 1 on the disk"]
+    assert lines == ["where the model's parts are: 1 on the disk"]
     assert all(parameter.is_meta for parameter in placed.model.parameters())
     with torch.no_grad():
         assert torch.equal(plain.model(IDS).logits, placed.model(IDS).logits)
@@ -47,7 +47,7 @@ def test_scores_with_weights_on_the_disk_are_the_runs_own(launched, tmp_path):
         *("evaluate", "math", "--model", str(run.run_dir / "final"), "--offload", "disk", "--same-data"),
         run_dir=tmp_path / "offloaded",
     )
-    assert "offloaded parts of the model: 1 on the disk" in done.output
+    assert "where the model's parts are: 1 on the disk" in done.output
     alone, own = done.result()["after"], run.result()["after"]
     for name in ("accuracy", "eval_loss"):
         assert alone[name] == pytest.approx(own[name], rel=1e-6)
@@ -99,7 +99,7 @@ def test_living_processs_folder_is_kept_where_proc_is_missing(tmp_path, monkeypa
 def test_ctrl_c_leaves_nothing_on_the_disk(tiny, cache):
     command = [sys.executable, "-m", "accel_sft", "generate", str(tiny), "--interactive"]
     talk = subprocess.Popen([*command, "--offload", "disk"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert any("offloaded parts of the model: 1 on the disk" in line for line in talk.stderr)
+    assert any("where the model's parts are: 1 on the disk" in line for line in talk.stderr)
     (mine,) = (path for path in (cache / "offload").iterdir() if path.name.endswith(f"-{talk.pid}"))
     talk.send_signal(signal.SIGINT)
     talk.wait()

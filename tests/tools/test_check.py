@@ -198,7 +198,7 @@ def parse("""
     files, _ = planted.write(tmp_path, {"train": wrong})
     report = report_of(check(site, *files, "--json", model=model))
     assert report["findings"] == []
-    assert any("aggregate() gives no right for one answer (ValueError: three at least)" in n for n in report["notes"])
+    assert any("cannot compute right from a single answer (ValueError: three at least)" in n for n in report["notes"])
 
 
 def test_generated_rows_may_repeat_and_have_several_answers(called):

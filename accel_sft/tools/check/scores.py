@@ -85,7 +85,7 @@ class OwnScores:
         except Exception as error:  # noqa: BLE001 - some metrics need more than one answer
             cause = f"{type(error).__name__}: {error}".strip(": ")
             self.unjudged = one_line(
-                f"aggregate() gives no {self.task.main_metric} for one answer ({cause})", LONGEST_ERROR
+                f"aggregate() cannot compute {self.task.main_metric} from a single answer ({cause})", LONGEST_ERROR
             )
             return None
 

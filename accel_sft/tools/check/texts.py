@@ -73,8 +73,9 @@ class Labels:
 
 
 def _misspelt(label: str, other: str, times: float) -> bool:
-    """Whether two labels differ only in case, white space or punctuation. If `label` is rare, one letter or the order
-    of letters may differ too, but no first letter and no digit: class 1 and class 2 are different labels."""
+    """Whether two labels differ only in case, white space or punctuation. If `label` is rare, they may also differ in
+    one letter or in the order of letters, but not in the first letter or in a digit: class 1 and class 2 are different
+    labels."""
     one, two = normalised(label), normalised(other)
     if one == two or times < _TIMES or len(two) < _FEWEST_LETTERS or one[:1] != two[:1]:
         return one == two != ""

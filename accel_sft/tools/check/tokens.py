@@ -169,5 +169,7 @@ def quick_lines(findings: list[DataFinding], task_name: str) -> list[str]:
                 f"{': ' * bool(details)}{details} ({places}{more}); {finding.about.fix}"
             )
     if lines:
-        lines.append(f"To list every such row and check more, run accel-sft check {task_name} with this run's options")
+        lines.append(
+            f"To list all of these rows and check the data further: accel-sft check {task_name} with this run's options"
+        )
     return lines

@@ -18,7 +18,7 @@ _VARIED = (ROWS, "seed")
 
 def run(task: str, task_class: type[Task], offers: Offers, params: Params, parse: Parse) -> None:
     """Compare trainings on nested parts of the rows, the smallest first, each with several seeds. The parameters are
-    those of `compare`, but `sizes` and `seeds` take the place of the options that are varied here."""
+    those of `compare`, but `sizes` and `seeds` replace `train_limit` and `seed`, which are varied."""
     if taken := [flag_of(name) for name in _VARIED if name in parse([*params["run_words"]])[0]]:
         raise UserError(f"{', '.join(taken)} after --: how-much sets this for each training; use --sizes and --seeds")
     once = {**params, "repeat": 1, "discard_steps": 0}

@@ -102,7 +102,7 @@ class Reloaded:
 
     @torch.no_grad()
     def generate(self) -> tuple[str, list[Finding]]:
-        """Let plain `generate` write an answer that carried loss: it must stop where the answer ends."""
+        """Force plain `generate` to repeat a training row's answer, token by token; it must stop at its end."""
         from transformers import GenerationConfig
 
         base, exported = self.model.generation_config, GenerationConfig.from_pretrained(self.final)

@@ -55,7 +55,8 @@ class Run:
     failure: list[str]
 
     def lines(self, key: str) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl that have `key`: "loss" for steps, "eval_loss" for evaluations."""
+        """The lines of metrics.jsonl that contain `key`. Lines of steps contain "loss", those of evaluations
+        "eval_loss"."""
         return [line for line in read_lines(self.dir.metrics) if key in line]
 
 

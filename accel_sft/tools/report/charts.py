@@ -65,8 +65,8 @@ Chart = dict[str, Any]
 
 
 def measured(runs: Sequence[Run], series: Sequence[str]) -> list[Chart]:
-    """A chart for each key that was measured, in the order of the page: its `kind`, `title`, `group` ("main" or
-    "more"), `spec`, and `curves`: `run` (its index in `runs`) and the lists `steps` and `values`."""
+    """Return a chart for each measured key, in the order of the page. A chart has `kind`, `title`, `group` ("main" or
+    "more"), `spec` and `curves`. A curve has `run` (the run's index in `runs`), `steps` and `values`."""
     points: dict[str, dict[int, dict[int, float]]] = {}  # by key, then by run, then by step
     for place, run in enumerate(runs):
         for row in (*run.steps, *run.evaluations):
@@ -158,7 +158,7 @@ def _number(field: str, **parts: Any) -> dict[str, Any]:
 
 
 def _word(field: str, **parts: Any) -> dict[str, Any]:
-    """An encoding, or a line of a tooltip, that shows a field of names."""
+    """An encoding, or a tooltip's line, for a field whose values are names."""
     return {"field": field, "type": "nominal", **parts}
 
 

@@ -73,7 +73,7 @@ def chosen(possible: Sequence[Segment], count: int, seed: int) -> list[Segment]:
 
 
 def conclusions(run: Recorded, possible: Sequence[Segment], again: Sequence[Segment]) -> list[str]:
-    """Lines on how much of the run was run `again`, and on which steps cannot be verified."""
+    """Lines that say how many steps were repeated (`again`), and which steps cannot be verified."""
     if not possible:
         kept = "fewer than two checkpoints are kept; --from-start runs the steps up to the first checkpoint"
         return [f"no segment can be run again: {'the run was on several machines' if run.machines > 1 else kept}"]
