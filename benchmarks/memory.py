@@ -28,7 +28,7 @@ import psutil
 
 import smoke
 
-PREFIX = "王大丫丫的回答是--->"
+PREFIX = "Answer: "
 
 
 @dataclasses.dataclass

@@ -48,7 +48,6 @@ def time_parts(clock: Clock) -> None:
     from accel_sft.training import step as training_step
     from accel_sft.training import trainer
     from accel_sft.training.checks import Untrained
-    from accel_sft.training.state import TrainState
 
     for owner, call, part in (
         (training_step, training_step.nll_sum, "forward"),
@@ -64,7 +63,6 @@ def time_parts(clock: Clock) -> None:
         (trainer, trainer.reduce_step, "gather"),
         (Untrained, Untrained.look, "weights without gradients"),
         (tracker.Tracker, tracker.Tracker.system, "system readings"),
-        (TrainState, TrainState.counted, "record"),
         (tracker.Tracker, tracker.Tracker.step, "Tracker.step"),
         (tracker.MetricsFile, tracker.MetricsFile.append, "metrics.jsonl"),
         (tracker.Trackers, tracker.Trackers.curves, "TensorBoard"),

@@ -1,10 +1,12 @@
 """Sets environment variables that libraries read at import: threads, log levels, PATH. Imported without torch."""
 
+import atexit
 import contextlib
 import ctypes
 import gc
 import math
 import os
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +58,9 @@ def prepare_environment(debug: bool = False) -> None:
         os.environ["PATH"] = os.pathsep.join((scripts, os.environ.get("PATH", "")))
     for name, value in ({} if debug else _QUIET).items():
         os.environ.setdefault(name, value)
+    if Path("z3").is_dir():
+        # `--compile` imports the solver z3 if there is one, and would take a run's folder of this name for it
+        sys.modules.setdefault("z3", None)  # type: ignore[arg-type]
 
 
 def for_launches() -> dict[str, str]:
@@ -76,6 +81,13 @@ def importing() -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()
+        atexit.register(_collect_for_triton)
+
+
+def _collect_for_triton() -> None:
+    """Let the interpreter's end free all objects if Triton is loaded, which would print those that are left."""
+    if "triton" in sys.modules:
+        gc.unfreeze()
 
 
 def _check_ranks() -> None:

@@ -387,7 +387,7 @@ def test_rows_with_images_are_not_exported(tmp_path):
 
 
 REFUSED = {
-    "a stripe": ({"image": Image.new("RGB", (2001, 2))}, "rejects it (ValueError: absolute aspect ratio"),
+    "a stripe": ({"image": Image.new("RGB", (2001, 2))}, "rejects the image (ValueError: absolute aspect ratio"),
     "a missing file": ({"path": "nowhere.png"}, "'nowhere.png'; there is no such file"),
     "an address": ({"url": "https://example.com/a.png"}, "fetched again in every epoch; download it"),
     "no image": ({"image": b"no image"}, "image 2 of the row cannot be read: cannot identify image"),

@@ -252,7 +252,7 @@ def test_left_out_penalties_of_the_base_are_named(tiny, tmp_path):
     (note,) = answerer(folder).notes
     assert "generation_config.json (repetition_penalty, no_repeat_ngram_size) are not applied" in note
     (note,) = answerer(folder, Sampling(repetition_penalty=1.3)).notes
-    assert "config.json: no_repeat_ngram_size: left out" in note
+    assert "generation_config.json (no_repeat_ngram_size)" in note
     assert answerer(tiny).notes == []
 
 

@@ -285,7 +285,7 @@ def test_of_a_strangers_folder_only_the_models_files_are_pushed(tiny, push, tmp_
         (folder / name).write_text("{}")
     listed = push(folder, "org/name", "--dry-run")
     assert [name for name in ("modeling_own.py", "layers.py", "config.json") if f"MB  {name}\n" not in listed] == []
-    assert "not uploaded: api_tokens.json, aws_config.json, reward.model, src/, train.py (" in listed
+    assert "not uploaded: api_tokens.json, aws_config.json, reward.model, src/, train.py;" in listed
     (folder / "layers.py").unlink()
     with pytest.raises(UserError, match=r"modeling_own\.py: the model's own code cannot be read"):
         push(folder, "org/name", "--dry-run")

@@ -67,7 +67,7 @@ def test_processes_that_cannot_be_killed_end_the_wait(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil.Process, "kill", lambda process: None)  # as on one that waits for a device
     with subprocess.Popen(["sleep", "600"], env={**os.environ, child.MARK: str(tmp_path)}) as process:
         try:
-            with pytest.raises(UserError, match=f"process {process.pid}: cannot be killed"):
+            with pytest.raises(UserError, match=f"process {process.pid} cannot be killed"):
                 child.kill_all(tmp_path)
         finally:
             process.kill()

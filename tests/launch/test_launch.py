@@ -240,7 +240,7 @@ REFUSED_JSON = {
     "another precision by flag": (JSON | {"bf16": {"enabled": True}}, '"auto"', "--mixed_precision no"),
     "an allreduce of shared rows": (
         {"zero_optimization": {"stage": 3, "reduce_scatter": False}},
-        "reduce_scatter false: DeepSpeed would scale gradients by the size of parameters",
+        "reduce_scatter false, DeepSpeed would scale gradients by the size of parameters",
         "",
         {"sp": 2},
     ),

@@ -212,7 +212,7 @@ BROKEN = {
     "weights": ("pytorch_model.bin", "PK\x03\x04 and no more", "cannot be loaded"),
     "no vocabulary": ("tokenizer.json", "", "its tokenizer has no vocabulary; is its tokenizer.json there"),
     "a template": ("tokenizer_config.json", '{"chat_template": 5, "eos_token": "<|im_end|>"}', "chat template is int"),
-    "an end": ("generation_config.json", '{"eos_token_id": "x"}', "generation_config.json: eos_token_id 'x' is no num"),
+    "an end": ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id 'x' is not a number"),
 }
 
 

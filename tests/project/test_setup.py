@@ -145,7 +145,7 @@ def test_test_option_adds_the_rest_and_it_stays(tmp_path):
     assert checkout.setup(TORCH="2.13.0+cpu")[0] == []
     lines, _ = checkout.setup("--test", TORCH="2.13.0+cpu")
     assert any(" -e .[test] -e tasks/chat " in line for line in lines)
-    assert any(f"compileall -qq -j 0 {tmp_path / '.venv' / 'lib'}" in line for line in lines)
+    assert any("compileall -qq -j 0 " in line for line in lines)
     assert checkout.setup(TORCH="2.13.0+cpu")[0] == []
     (tmp_path / "pyproject.toml").open("a").write("\n")
     assert any(" -e .[test] " in line for line in checkout.setup(TORCH="2.13.0+cpu")[0])

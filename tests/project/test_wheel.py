@@ -101,7 +101,7 @@ def test_releases_hold_every_module_and_data_file_and_no_tests(sdists, wheels):
     held = {name for wheel in wheels for name in zipfile.ZipFile(wheel).namelist()}
     expected = {"accel_sft_math.py"}
     for name, folder in PROJECTS.items():
-        files = [*(folder / name).rglob("*.py"), *(folder / name).rglob("*.yaml")]
+        files = [*(folder / name).rglob("*.py"), *(folder / name).rglob("*.yaml"), *(folder / name).rglob("*.jinja")]
         expected |= {path.relative_to(folder).as_posix() for path in files}
     for folder in ("page", "vega"):
         expected |= {f"accel_sft/tools/report/{folder}/{path.name}" for path in (REPORT / folder).iterdir()}

@@ -240,7 +240,7 @@ def test_a_folder_is_its_files_in_order(tmp_path):
         read_rows(tmp_path, answer)
     *problems, advice = caught.value.problems
     assert [problem.partition(":1:")[0] for problem in problems] == [f"{tmp_path}/{n}.jsonl" for n in "ab"]
-    assert "if a.jsonl, b.jsonl is no data" in advice
+    assert "if a.jsonl, b.jsonl is not data" in advice
 
 
 def test_a_link_in_a_folder_loses_no_rows(tmp_path):

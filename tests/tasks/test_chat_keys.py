@@ -268,7 +268,7 @@ BAD_TURNS = {
     "calls in two words": (
         said(tool_calls=[CALL], function_call=USED),
         "messages[].function_call",
-        "calls in function_call or in",
+        "tool calls in function_call or in",
     ),
     "a tool without a name": (messages(ASK, ANSWER, tools=[{}]), "tools[]", "a tool's schema"),
     "a user's call": (messages({**ASK, "tool_calls": [CALL]}, ANSWER), "messages[].tool_calls", "no tool call"),

@@ -175,7 +175,7 @@ def test_examples_are_a_sequence_with_something_in_it(dataset, message):
     ("flags", "cache", "message"),
     [
         (("--epochs", "0.0001"), "", "--epochs 0.0001 is less than one of 60 examples"),
-        (("--max-steps", "3", "--warmup-steps", "4"), "", "--warmup-steps 4: the run has 3 steps"),
+        (("--max-steps", "3", "--warmup-steps", "4"), "", "--warmup-steps 4: the run has only 3 steps"),
         ((), "~nobody.here", "Error: ACCEL_SFT_CACHE ~nobody.here: no user has this home folder"),
     ],
 )
