@@ -63,6 +63,7 @@ def stored_bytes(config: dict[str, Any]) -> int:
 def _built(config: dict[str, Any], name: str) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.modeling_utils import set_zero3_state
 
     try:
         # JSON lacks infinity; transformers writes it as {"__float__": "Infinity"}, as in Granite 4's configuration
@@ -73,7 +74,8 @@ def _built(config: dict[str, Any], name: str) -> Any:
         if not classes:
             raise ValueError("transformers knows no language model of this type")
         of_model = classes[0][0] if isinstance(classes[0], tuple) else classes[0]
-        with torch.device("meta"):  # not by from_config, which would shard the model under ZeRO-3
+        # from_config, which some models call for their parts, would shard them under ZeRO-3 and wait for other ranks
+        with torch.device("meta"), set_zero3_state():
             return of_model(settings)
     except Exception as error:  # noqa: BLE001 - any error that a library raises here is shown to the user
         why = f"its parameters cannot be counted: {first_line(error)}"

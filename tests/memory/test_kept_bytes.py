@@ -12,12 +12,13 @@ import vision
 from conftest import AS_COUNTED
 from planned import allocated, job_of, saved_for_backward
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
 
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.chat.encoded import Encoded
 from accel_sft.memory.activations import PIXEL, forward_bytes, peak_bytes, tower_bytes
-from accel_sft.memory.model_config import read_config
+from accel_sft.memory.model_config import read_config, read_shape
 from accel_sft.memory.shape import tower
 from accel_sft.models.prefix_attention import install
 
@@ -135,3 +136,9 @@ def test_a_tower_s_sizes_have_several_names():
     assert (tower(qwen).width, tower(qwen).inner) == (1280, 5120)
     assert tower({**qwen, "temporal_patch_size": 2}).values == 1176
     assert tower({}) is None
+
+
+def test_parts_of_a_model_are_counted_unsharded_under_zero_3(tmp_path):
+    config = read_config(vision.make(tmp_path / "model", "gemma3"))
+    on = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})  # while it lives, from_config shards over all ranks
+    assert (on.is_zero3(), read_shape(config, "gemma3").family) == (True, "gemma3")

@@ -265,11 +265,7 @@ BAD_TURNS = {
     "half a history": ({"instruction": "u", "output": "a", "history": [["x"]]}, "history[]", "[question, answer]"),
     "a history that is no JSON": ({"instruction": "u", "output": "a", "history": "none"}, "history", "JSON of a list"),
     "JSON without a bottom": (messages(ASK, ANSWER, tools="[" * 99_999), "tools", "JSON of a list of tools (nest"),
-    "calls in two words": (
-        said(tool_calls=[CALL], function_call=USED),
-        "messages[].function_call",
-        "tool calls in function_call or in",
-    ),
+    "calls in two words": (said(tool_calls=[CALL], function_call=USED), "messages[].function_call", "tool calls in"),
     "a tool without a name": (messages(ASK, ANSWER, tools=[{}]), "tools[]", "a tool's schema"),
     "a user's call": (messages({**ASK, "tool_calls": [CALL]}, ANSWER), "messages[].tool_calls", "no tool call"),
     "variables that are a list": (messages(ASK, ANSWER, chat_template_kwargs=[1]), "chat_template_kwargs", "an object"),
