@@ -189,7 +189,7 @@ class Trainer:
             tokens, supervised_tokens = int(plan.lengths[rows].sum()), int(plan.supervised[rows].sum())
             rate = learning_rate(state.step, plan.total_steps, config)
             stepper.set_learning_rate(rate)
-            torch.manual_seed(plan.seed_of(state.step, masks))
+            _seed(self.accelerator.device, plan.seed_of(state.step, masks))
             with span(BATCHES):
                 examples = self.train_examples.take(rows.tolist())
                 following = (
@@ -344,3 +344,12 @@ class Trainer:
             for line in summary.publish(*run, measured, self.evidence()):
                 self.tracker.log(line)
         self.accelerator.wait_for_everyone()
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    """Seed a step's random numbers. On a CPU, `torch.manual_seed` would also record the call's stack for GPUs that are
+    not started, which takes half a millisecond each time."""
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)

@@ -108,6 +108,7 @@ def test_signal_ends_an_evaluation_unless_it_is_ignored(tmp_path):
     assert [line["step"] for line in resumed.lines("eval_loss")] == [0, 2]
 
 
+@pytest.mark.long
 def test_a_signal_after_the_last_step_lets_the_run_finish(tmp_path):
     few = ("--max-steps", "1", "--eval-every", "off", "--output-dir", str(tmp_path / "run"))
     program = f"{PATCHED}checkpoint.export = told_at_the_end; main()"

@@ -17,7 +17,7 @@ from accel_sft_math import Math
 DATA = {"train_examples": 24, "validation_examples": 5}
 JOB = ["--max-steps", "2", "--eval-every", "2", "--save-every", "off", "--max-new-tokens", "8", "--dtype", "float32"]
 JOB += ["--global-batch-size", "24", "--train-examples", "24", "--validation-examples", "5"]
-KINDS = ("qwen2", "qwen3_moe", "mamba2", "qwen2_5_vl")
+KINDS = ("qwen2", "qwen3_moe", "lfm2", "qwen2_5_vl")
 """One family of each kind: dense, with experts, with a state, for images."""
 
 

@@ -101,6 +101,7 @@ def test_family_without_fitting_kernels_is_refused(model, package):
         use_liger_kernels(trial(other))
 
 
+@pytest.mark.long
 def test_training_runs_compiled_after_more_variants_than_torchs_own_limit(monkeypatch):
     """The checks before the first step make forwards with and without gradients, dropout and masks."""
     compile_one = torch.nn.Module.compile  # no code is generated for the graphs, as their guards alone are at stake
