@@ -46,8 +46,6 @@ AS_COUNTED = pytest.mark.skipif(
     Version(importlib.metadata.version("torch")) < Version("2.13"),
     reason="predicted memory was counted on torch 2.13; older ones keep more",
 )
-
-
 gc.disable()  # what test modules import stays: collections amid it would be a quarter of the collection of tests
 
 

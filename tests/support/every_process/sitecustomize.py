@@ -5,7 +5,7 @@ the tests sees the same machine, also one that a launcher starts.
 
 `PLANTED_BF16=none pytest` is a CPU without such instructions, `PLANTED_BF16=avx512_bf16 pytest` one with them, and
 without the variable it is this machine's own. PLANTED_BF16_1 is rank 1's alone. PLANTED_DEVICE is the GPU by whose
-peak a run counts. CPU_DEPENDENT names a file to which the tests are written that depend on the instructions.
+peak a run counts. CPU_DEPENDENT names a file to which the tests are written that depend on this machine's own.
 """
 
 import os
@@ -60,7 +60,8 @@ def plant_cpu(precision):
 
 
 def note_test():
-    if file := os.environ.get("CPU_DEPENDENT"):
+    # a process in which the test has planted instructions is alike on every CPU
+    if (file := os.environ.get("CPU_DEPENDENT")) and "PLANTED_BF16" not in os.environ:
         with open(file, "a", encoding="utf-8") as notes:
             notes.write(f"{os.environ.get('PYTEST_CURRENT_TEST', '')}\n")
 
