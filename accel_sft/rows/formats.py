@@ -230,7 +230,8 @@ def _as_written(value: Any, type: Any, name: str) -> Any:
         return {field.name: _as_written(value[field.name], field.type, field.name) for field in given}
     if isinstance(value, list) and hasattr(type, "value_type"):
         return [_as_written(element, type.value_type, name) for element in value]
-    if isinstance(value, float):
+    # older versions of pyarrow give numpy's half floats
+    if isinstance(value, float) or value.__class__.__name__ == "float16":
         import numpy as np  # not at the top: authors of tasks import this module
 
         bits = getattr(type, "value_type", type).bit_width  # of a dictionary-encoded column: the values' type
