@@ -172,7 +172,7 @@ def _shortest(examples: Sequence[Encoded]) -> list[Encoded]:
 
 
 def enough(examples: Sequence[Encoded]) -> list[Encoded]:
-    """Of the first CHECKED_AMONG rows, return the shortest: as many as have RANDOM_TOKENS tokens together, or all."""
+    """Return the shortest of the first CHECKED_AMONG rows: as many as have RANDOM_TOKENS tokens together, or all."""
     among = _shortest(examples)
     totals = list(itertools.accumulate(len(row.input_ids) for row in among))
     return among[: bisect.bisect_left(totals, RANDOM_TOKENS) + 1]

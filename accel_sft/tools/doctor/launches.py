@@ -39,16 +39,11 @@ def operators(machine: Machine) -> Iterator[Finding]:
             yield problem(f"{name} is compiled but cannot be loaded: {state['failure']}", fix)
         elif obstacles:  # refused even if the operator is compiled, because a different torch would compile it anew
             for obstacle in obstacles:
-                yield warning(f"{name}: {_lacking(obstacle)}", obstacle.fix)
+                yield warning(f"{name}: {obstacle.what}", obstacle.fix)
         elif state["compiled"]:
             yield ok(f"{name} is compiled")
         else:
             yield ok(f"{name} is not compiled yet ({OPERATORS[name]}): the first launch compiles it")
-
-
-def _lacking(obstacle: Finding) -> str:
-    """What is missing, without the operators' names, as the report already shows these."""
-    return obstacle.what.rpartition(", but ")[2]
 
 
 def exchange(machine: Machine) -> Iterator[Finding]:
@@ -89,7 +84,7 @@ def launch_file(machine: Machine, file: Path) -> Finding:
             launch = machine.launch(file)
             errors = (finding for finding in audit(TrainConfig(), launch, machine.devices) if finding.level == "error")
             if refused := next(errors, None):
-                why, fix = re.sub(rf"^{re.escape(str(file))}:? ", "", _lacking(refused)), refused.fix
+                why, fix = re.sub(rf"^{re.escape(str(file))}:? ", "", refused.what), refused.fix
             elif not (why := _unusable(machine, launch)):
                 return Finding("yes", _to_know(machine, launch, machine.flags(file)), subject=file.stem)
     except UserError as error:
