@@ -57,6 +57,11 @@ class Task(abc.ABC):
         carries loss unless it has `"weight": 0`. `score` gets the text that is generated for the last turn with loss.
         """
 
+    def rejected(self, example: Any) -> str | list[dict[str, Any]] | None:
+        """Return a worse answer than target(), in the same form, for training on preferences (`--loss dpo`); None if
+        the example has none."""
+        return None
+
     def tools(self, example: Any) -> list[dict[str, Any]] | None:
         """Schemas of the tools that the chat template offers to the model; None if the example has no tools."""
         return None
