@@ -11,11 +11,12 @@ from fractions import Fraction
 from typing import Any, Self
 
 from accel_sft.api.limits import ADAPTERS, STATE_BYTES, adapter_conflicts
-from accel_sft.api.options import flag_of, option, problems, shown
+from accel_sft.api.options import chosen, flag_of, option, problems, shown
 
 MODEL, ADAPTER, DATA, OPTIM, EVAL, RUN = SECTIONS = "Model", "Adapter", "Data", "Optimisation", "Evaluation", "Run"
 _model, _adapter, _data, _optim, _eval, _run = (functools.partial(option, section=name) for name in SECTIONS)
 _DTYPES = "auto", "float32", "bfloat16", "float16"
+LOSSES = "sft", "dpo", "ipo"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -80,6 +81,14 @@ class TrainConfig:
     epochs: float | None = _data(None, basic=True, min=0, help="Passes over the training examples.")
     max_steps: int | None = _data(None, basic=True, min=1, help="Optimizer steps; overrides --epochs.")
 
+    loss: str = _optim(
+        "sft",
+        basic=True,
+        choices=LOSSES,
+        help="sft: the target's tokens; dpo, ipo: prefer the chosen to the rejected answer of each example.",
+    )
+    dpo_beta: float = _optim(0.1, min=1e-6, help="dpo, ipo: the larger, the closer to the initial model.")
+    dpo_sft_weight: float = _optim(0.0, min=0, help="dpo, ipo: weight of the chosen answers' own loss, added to it.")
     optimizer: str = _optim("adamw", choices=tuple(STATE_BYTES), help="adamw-8bit: AdamW with its states in 8 bits.")
     learning_rate: float | None = _optim(None, basic=True, min=0, help="Peak learning rate.")
     lr_scheduler: str = _optim(
@@ -173,6 +182,9 @@ class TrainConfig:
             lines.append("--decay-ratio works only with --lr-scheduler wsd; add it, or leave --decay-ratio out")
         if isinstance(warmup, int) and isinstance(steps, int) and warmup > steps:
             lines.append(f"--warmup-steps {warmup}: the run has only {steps} steps; choose fewer warm-up steps")
+        if self.loss == "sft":
+            flags = map(flag_of, chosen(self, ("dpo_beta", "dpo_sft_weight")))
+            lines += [f"{flag} works only with --loss dpo or ipo; add it, or leave {flag} out" for flag in flags]
         if self.patience and self.eval_every == "off":
             lines.append("--patience needs evaluations: set --eval-every")
         if self.init_from and self.model != "tiny":
@@ -188,6 +200,8 @@ class TrainConfig:
         values = {**_USUAL, **defaults}
         if self.adapter != "none":
             values = {**values, "learning_rate": max(values["learning_rate"], _ADAPTER_LEARNING_RATE)}
+        if self.loss != "sft":
+            values = {**values, "learning_rate": _PREFERENCE_SHARE * values["learning_rate"]}
         if self.epochs is not None and self.max_steps is None:  # --epochs wins over a default max_steps
             values["max_steps"] = None
         unset = {key: value for key, value in values.items() if getattr(self, key) is None}
@@ -268,6 +282,8 @@ _USUAL: dict[str, Any] = {
 _ADAPTER_LEARNING_RATE = 10 * _USUAL["learning_rate"]
 """Lowest default learning rate of an adapter: LoRA learns best at about ten times the rate of full fine-tuning,
 whatever the adapter's rank ("LoRA Without Regret", 2025)."""
+_PREFERENCE_SHARE = 0.05
+"""Share of the default learning rate at which preferences are learnt: 1e-6 for all weights, as TRL does by default."""
 REMOVED = {"generate_with": "transformers", "lora_init": "default"}
 """Options of earlier versions, each with the value at which it had no effect on a run."""
 LAYOUT = frozenset(

@@ -113,7 +113,7 @@ def _expected_bytes(trial: Trial, batching: Batching) -> float:
         shape=trial.job.shape.cut(trial.job.launch.tensor_ranks),
         tokens=batching.tokens,
         supervised_tokens=math.ceil(times * sum(row.supervised_tokens for row in largest)),
-        rows=math.ceil(times * len(largest)),
+        rows=math.ceil(times * len(batching.way.rows(largest))),
         pixels=math.ceil(times * pixels),
         head=batching.head,
         copied_keys=round(times * batching.way.copied_keys(largest)),

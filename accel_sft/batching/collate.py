@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from accel_sft.api.errors import first_line
-from accel_sft.chat.encoded import Encoded
+from accel_sft.chat.encoded import Encoded, Pair
 from accel_sft.models.cascade import PrefixedRows
 
 
@@ -52,34 +52,51 @@ def in_one_sequence(rows: Sequence[Encoded], prefix: int = 0) -> Batch:
     tokens = itertools.chain(rows[0].input_ids[:prefix], *(row.input_ids[prefix:] for row in rows))
     ids, position, learnt = np.fromiter(tokens, np.int64, total), np.arange(total), np.zeros(total, dtype=bool)
     position[prefix:] -= np.repeat(ends - own - prefix, own)
+    predicting = np.arange(-1, total - 1)  # the position whose logits predict each token
     for row, end in zip(rows, ends.tolist(), strict=True):
         begin = end - len(row.input_ids)  # where the row would begin if it repeated the prefix
         for span in row.learnt:
             learnt[begin + span.start : begin + span.stop] = True
+        if isinstance(row, Pair):  # the rejected answer continues the prompt, not the chosen answer
+            rejected, prompt = begin + row.prompt_length, row.forks_at
+            position[rejected:end] -= row.prompt_length - prompt
+            predicting[rejected] = begin + prompt - 1
     (targets,) = learnt.nonzero()
-    return _tensors({"input_ids": ids[None], "position_ids": position[None]}, targets - 1, ids[targets])
+    return _tensors({"input_ids": ids[None], "position_ids": position[None]}, predicting[targets], ids[targets])
 
 
 def row_by_row(rows: Sequence[Encoded], prefix: int) -> Batch:
     """A forward in one sequence, with the arguments that make attention run row by row."""
     batch = in_one_sequence(rows, prefix)
-    if len(rows) > 1:  # for a single row, plain causal attention is right
-        batch.inputs["rows"] = prefixed_rows([len(row.input_ids) - prefix for row in rows], prefix)
+    if len(rows) > 1 or isinstance(rows[0], Pair):  # for a single row, plain causal attention is right
+        batch.inputs["rows"] = prefixed_rows(rows, prefix)
         # a placeholder: a model that is given a mask makes none. verify.py detects a model that ignores `rows`.
         batch.inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     return batch
 
 
-def prefixed_rows(sizes: Sequence[int], prefix: int) -> PrefixedRows:
-    """Where rows lie in one sequence after their prefix; `sizes` has each row's number of tokens after the prefix."""
-    own, step = np.array(sizes)[:, None], np.arange(max(sizes))
-    begins = np.cumsum(sizes)[:, None] - own
-    (back,) = (step < own).ravel().nonzero()
-    return PrefixedRows(prefix, len(step), *_on_device((begins + np.minimum(step, own - 1)).ravel(), back))
+def prefixed_rows(rows: Sequence[Encoded], prefix: int) -> PrefixedRows:
+    """Where rows lie in one sequence after their prefix. In attention, a pair is two rows: its prompt with the chosen
+    answer, and the same tokens of the prompt again with the rejected answer."""
+    placed, begin = [], 0  # of each row in attention: where it begins, its size, of it repeated, what is skipped then
+    for row in rows:
+        if isinstance(row, Pair):
+            chosen, prompt = row.prompt_length - prefix, row.forks_at - prefix
+            skipped = chosen - prompt
+            placed += [(begin, chosen, 0, 0), (begin, len(row.input_ids) - prefix - skipped, prompt, skipped)]
+        else:
+            placed.append((begin, len(row.input_ids) - prefix, 0, 0))
+        begin += len(row.input_ids) - prefix
+    begins, sizes, repeated, skipped = np.array(placed).T[:, :, None]
+    step = np.arange(sizes.max())
+    at = np.minimum(step, sizes - 1)
+    own = (begins + at + skipped * (at >= repeated)).ravel()
+    (back,), (again,) = (mask.ravel().nonzero() for mask in ((repeated <= step) & (step < sizes), step < repeated))
+    return PrefixedRows(prefix, len(step), *_on_device(own, back, again))
 
 
 def varlen(rows: Sequence[Encoded]) -> Batch:
-    """A forward of rows that stand one after another, with their bounds for FlashAttention."""
+    """A forward of rows (no pairs) that stand one after another, with their bounds for FlashAttention."""
     batch, lengths = in_one_sequence(rows), [len(row.input_ids) for row in rows]
     (bounds,) = _on_device(np.array([0, *np.cumsum(lengths)], dtype=np.int32))
     longest = max(lengths)

@@ -11,6 +11,7 @@ same positions as if it were alone, so loss and gradient are also the same. Thre
                               +- "57=", "50 + 7"
 
 The prefix ends before the token that predicts the first target, so that each target is predicted once for each row.
+The two answers of a pair stand behind one copy of their prompt in the same way; other layouts read a pair as two rows.
 `packed` is the same without a prefix; `padded` is for models whose attention cannot keep rows apart.
 """
 
@@ -29,7 +30,7 @@ import torch
 from accel_sft.batching import collate
 from accel_sft.batching.collate import Batch
 from accel_sft.batching.loss import HEADS
-from accel_sft.chat.encoded import Encoded
+from accel_sft.chat.encoded import Encoded, Pair
 from accel_sft.io.text import common_length
 from accel_sft.models.architecture import arguments, cache_argument, limited_layers, without_adapter
 from accel_sft.models.prefix_attention import installed
@@ -69,6 +70,10 @@ class Layout(abc.ABC):
         limited = limited_layers(model, max(map(_longest, row_sets)))
         return f"the model has layers without full attention ({limited})" if limited else None
 
+    def rows(self, examples: Sequence[Encoded]) -> Sequence[Encoded]:
+        """The rows of a forward of these examples: a pair is two rows."""
+        return sequences(examples)
+
     def prefix(self, examples: Sequence[Encoded]) -> int:
         """Number of tokens that all rows begin with and that predict no target; the forward has only one copy of these
         tokens."""
@@ -77,18 +82,36 @@ class Layout(abc.ABC):
         first_target = max(min(example.spans[0][0] for example in examples), 1)
         return min(common_length([example.input_ids for example in examples]), first_target - 1)
 
+    def added(self, example: Encoded, prefix: int = 0) -> int:
+        """Number of tokens that an example adds to a forward after its prefix."""
+        return sum(len(row.input_ids) - prefix for row in self.rows([example]))
+
     def tokens_in(self, examples: Sequence[Encoded]) -> int:
         """Number of tokens that a forward of these examples computes."""
-        return sum(len(example.input_ids) for example in examples) - self.prefix(examples) * max(len(examples) - 1, 0)
+        prefix = self.prefix(examples)
+        return prefix * bool(examples) + sum(self.added(example, prefix) for example in examples)
 
     def attended_pairs(self, examples: Sequence[Encoded]) -> int:
         """Number of query-key pairs that attention computes in a forward, with rows padded to the longest row."""
-        longest, prefix = _longest(examples), self.prefix(examples)
-        return prefix**2 + len(examples) * (longest - prefix) * longest
+        rows, prefix = sequences(examples), self.prefix(examples)
+        longest = _longest(rows)
+        return prefix**2 + len(rows) * (longest - prefix) * longest
 
     def copied_keys(self, examples: Sequence[Encoded]) -> int:
         """Number of keys that a layer's attention copies if the kernels of models/cascade.py cannot be used."""
-        return len(examples) * _longest(examples) if self.prefix(examples) else 0
+        rows = sequences(examples)
+        return len(rows) * _longest(rows) if self.prefix(examples) else 0
+
+    def computed(self, examples: Sequence[Encoded]) -> tuple[int, float]:
+        """Numbers of tokens and of query-key pairs in a forward: shared tokens count once, padding never."""
+        tokens, pairs, prefix = 0, 0.0, self.prefix(examples)
+        for number, row in enumerate(self.rows(examples)):
+            shared = prefix if number else 0
+            for branch, of_row in enumerate(row.sequences):
+                shared = row.forks_at if branch and isinstance(row, Pair) else shared
+                tokens += len(of_row.input_ids) - shared
+                pairs += (len(of_row.input_ids) ** 2 - shared**2) / 2
+        return tokens, pairs
 
     @abc.abstractmethod
     def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
@@ -99,6 +122,12 @@ class RowByRow(Layout):
     """Rows stand one after another, after their prefix; attention runs row by row."""
 
     attention, implementation = "rows", "sdpa"
+
+    def rows(self, examples: Sequence[Encoded]) -> Sequence[Encoded]:
+        return examples
+
+    def added(self, example: Encoded, prefix: int = 0) -> int:
+        return len(example.input_ids) - prefix
 
     def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
         if not installed():
@@ -113,7 +142,7 @@ class Varlen(Layout):
     attention, implementation = "varlen", "*flash*"
 
     def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
-        return collate.varlen(examples)
+        return collate.varlen(self.rows(examples))
 
 
 class Padded(Layout):
@@ -126,12 +155,16 @@ class Padded(Layout):
     def refusal(self, model: Any, row_sets: Sequence[Sequence[Encoded]]) -> str | None:
         return None
 
+    def added(self, example: Encoded, prefix: int = 0) -> int:
+        rows = self.rows([example])
+        return len(rows) * (_longest(rows) - prefix)
+
     def tokens_in(self, examples: Sequence[Encoded]) -> int:
-        prefix = self.prefix(examples)
-        return prefix + len(examples) * (_longest(examples) - prefix)
+        rows, prefix = self.rows(examples), self.prefix(examples)
+        return prefix + len(rows) * (_longest(rows) - prefix)
 
     def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
-        return collate.padded(examples, pad_token_id)
+        return collate.padded(self.rows(examples), pad_token_id)
 
 
 class Causal(Padded):
@@ -161,7 +194,7 @@ class Cached(Causal):
     def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
         if not (prefix := self.prefix(examples)):
             return super().collate(examples, pad_token_id)
-        return collate.behind_cache(examples, prefix, pad_token_id)
+        return collate.behind_cache(self.rows(examples), prefix, pad_token_id)
 
 
 LAYOUTS: tuple[Layout, ...] = (
@@ -175,6 +208,11 @@ LAYOUTS: tuple[Layout, ...] = (
 """All layouts. If several have the same name, a model gets the first of them that it computes exactly."""
 WHAT = {"shared": "one copy of what rows share", "packed": "rows in one sequence", "padded": "each row by itself"}
 """The layouts in words, for messages."""
+
+
+def sequences(examples: Sequence[Encoded]) -> list[Encoded]:
+    """All rows of the examples, each without a branch."""
+    return [row for example in examples for row in example.sequences]
 
 
 def _longest(examples: Sequence[Encoded]) -> int:
@@ -212,7 +250,7 @@ class Batching:
     def divide(self, examples: Sequence[Encoded], world_size: int) -> list[list[list[Encoded]]]:
         """Return each rank's forwards: the same number for every rank (some may be empty), with nearly the same number
         of tokens. Forwards are ordered by size, because under ZeRO-3 ranks wait for each other in every forward."""
-        longest_first = sorted(examples, key=lambda example: (-len(example.input_ids), example.index))
+        longest_first = sorted(examples, key=lambda example: (-self.way.added(example), example.index))
         forwards = self._group(longest_first, world_size)
         if len(forwards) == world_size == 1:
             return [forwards]
@@ -233,11 +271,12 @@ class Batching:
         if self.rows:
             count = world_size * math.ceil(math.ceil(len(examples) / world_size) / self.rows)
             return [[examples[row] for row in rows] for rows in np.array_split(np.arange(len(examples)), count)]
-        alone = [[example] for example in examples if len(example.input_ids) > self.tokens]
+        alone = [[example] for example in examples if self.way.added(example) > self.tokens]
         examples = examples[len(alone) :]
         if not examples:
             return alone
-        lengths, prefix = [len(example.input_ids) for example in examples], self.way.prefix(examples)
+        prefix = self.way.prefix(examples)
+        lengths = [prefix + self.way.added(example, prefix) for example in examples]
         count = math.ceil((sum(lengths) - prefix * (len(lengths) - 1)) / self.tokens)
         count += -(len(alone) + count) % world_size
         while (ends := self._least_largest(lengths, prefix, count)) is None:

@@ -23,7 +23,6 @@ class Trial:
 
     Attributes:
         train: whether forwards use dropout and are followed by a backward.
-        moments: whether AdamW's moments are allocated already, as in a resumed run.
         job: the run as `plan` describes it; None if the model's parameters cannot be counted.
     """
 
@@ -33,7 +32,6 @@ class Trial:
     examples: Sequence[Encoded]
     pad_token_id: int
     train: bool = True
-    moments: bool = False
     blank: Encoded | None = None
     job: Job | None = None
 
@@ -55,7 +53,7 @@ class Trial:
         """Bytes, without activations, that the first update will still allocate on this rank's device."""
         if not (self.train and self.job):
             return 0
-        size = update_bytes(self.job, moments=self.moments)
+        size = update_bytes(self.job)
         if self.job.train_only is not None:  # the job counts all weights as trained
             trained = sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters() if p.requires_grad)
             size *= trained / self.job.trained

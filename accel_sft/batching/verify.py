@@ -116,7 +116,7 @@ def _plain(trial: Trial, row: Encoded) -> Batching:
     """Padded rows with the first head whose loss equals that of logits at every token, tried on HEAD_TOKENS tokens."""
     exhaustive = Batching("padded", UNLIMITED, head="everywhere")
     if not row.images:  # a row must keep all placeholders of its images
-        row = row._replace(input_ids=row.input_ids[:HEAD_TOKENS], prompt_length=1, earlier=())
+        row = Encoded(row.index, row.input_ids[:HEAD_TOKENS], 1)
     expected = nll_sum(trial.model, trial.batch(exhaustive, [row])).item()
     for head in available_heads(trial.accelerator.unwrap_model(trial.model)):
         plain = dataclasses.replace(exhaustive, head=head)
@@ -254,11 +254,13 @@ def _ignores_positions(trial: Trial, batching: Batching, rows: Sequence[Encoded]
 
 
 def _see_each_other(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> bool:
-    """Whether changing the first row's last token changes a bit of a later row's loss, on any rank."""
-    batch, first = trial.batch(batching, rows), rows[0]
-    last = len(first.input_ids) - 1
+    """Whether changing the last token of the first row (or of a pair's chosen answer) changes a bit of the loss of what
+    follows, on any rank."""
+    batch = trial.batch(batching, rows)
+    first = rows[0].sequences[0].input_ids
+    last = len(first) - 1
     ids = batch.inputs["input_ids"].clone()
-    ids[0, last] = next((token for token in first.input_ids if token != first.input_ids[-1]), 0)
+    ids[0, last] = next((token for token in first if token != first[-1]), 0)
     changed = dataclasses.replace(batch, inputs={**batch.inputs, "input_ids": ids})
     return _changes(trial, batch, changed, batch.keep > last)
 

@@ -42,6 +42,7 @@ class Conversation(NamedTuple):
         images: the images of `turns`, in their order.
         variables: variables of the chat template other than turns and tools.
         continued: the answer continues the text of the only turn; without a chat template, both are concatenated.
+        rejected: the assistant's turn to which training on preferences prefers the answer.
     """
 
     turns: Turns
@@ -51,6 +52,7 @@ class Conversation(NamedTuple):
     images: tuple[Picture, ...] = ()
     variables: dict[str, Any] | None = None
     continued: bool = False
+    rejected: Turn | None = None
 
     @property
     def offered(self) -> dict[str, Any]:
@@ -85,7 +87,7 @@ class Conversation(NamedTuple):
 
     def texts(self) -> Iterator[str]:
         """Yield every text of the conversation; tool calls and variables (such as schemas) as JSON."""
-        for turn in (*self.turns, self.answer):
+        for turn in (*self.turns, self.answer, *([self.rejected] if self.rejected else ())):
             yield from (turn[name] for name in ("reasoning_content", "content") if name in turn)
             if turn.get("tool_calls"):
                 yield json.dumps(turn["tool_calls"], ensure_ascii=False)
@@ -166,11 +168,12 @@ def conversation(task: Task, examples: Sequence[Any], split: str, index: int) ->
 
 def _conversation(task: Task, examples: Sequence[Any], where: str, index: int) -> Conversation:
 
-    def given() -> tuple[Any, Any, Any, Any]:
-        example = examples[index]
-        return task.messages(example), task.target(example), task.tools(example), task.chat_template_kwargs(example)
+    def given() -> tuple[Any, Any, Any, Any, Any]:
+        example, methods = examples[index], (task.messages, task.target, task.tools, task.chat_template_kwargs)
+        turns, target, tools, variables = (method(example) for method in methods)
+        return turns, target, tools, variables, task.rejected(example)
 
-    turns, target, tools, variables = from_task(f"{where}: the task failed", given)
+    turns, target, tools, variables, rejected = from_task(f"{where}: the task failed", given)
     if not isinstance(target, (str, list)):
         raise UserError(f"{where}: target() gave {type(target).__name__}, expected text, or a list of turns")
     images: list[Picture] = []
@@ -190,6 +193,8 @@ def _conversation(task: Task, examples: Sequence[Any], where: str, index: int) -
         answer = {"role": "assistant", "content": unmarked(target, f"{where}: target()")}
         chat = Conversation(turns, answer, tools=tools or None)
     chat = chat._replace(variables=variables or None, continued=continued)
+    if rejected is not None:
+        chat = chat._replace(rejected=_rejected(chat, rejected, where, images))
     if images:
         chat = _with_images(chat, images, where)
     if any(map(no_text, chat.texts())):
@@ -198,6 +203,20 @@ def _conversation(task: Task, examples: Sequence[Any], where: str, index: int) -
             "U+E00A U+E00B); remove it"
         )
     return chat
+
+
+def _rejected(chat: Conversation, given: Any, where: str, images: list[Picture]) -> Turn:
+    """Return the rejected answer as a turn: `given` is its text, or a list with this one turn."""
+    turns = [{"role": "assistant", "content": given}] if isinstance(given, str) else given
+    turns = checked_turns(turns, f"{where}: rejected()", images)
+    if len(turns) != 1 or turns[0]["role"] != "assistant":
+        raise UserError(f"{where}: rejected() gave {len(turns)} turns, expected the text or the turn of one answer")
+    if chat.learnt or not chat.turns:
+        problem = "several learnt turns" if chat.learnt else "raw text"
+        raise UserError(f"{where}: rejected() gave an answer beside {problem}; target() must give one answer")
+    if images:
+        raise UserError(f"{where}: an example with a rejected answer has images; preferences are learnt from text")
+    return turns[0]
 
 
 def _with_images(chat: Conversation, images: list[Picture], where: str) -> Conversation:

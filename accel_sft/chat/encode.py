@@ -5,14 +5,25 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat.answer_tokens import AnswerTokens
+from accel_sft.chat.control_tokens import ControlTokens
 from accel_sft.chat.conversation import Conversation, conversation, wanted
-from accel_sft.chat.encoded import EMPTY_ANSWER, NO_PROMPT, NOTHING_TO_LEARN, Encoded, Encoding, Rules
+from accel_sft.chat.encoded import (
+    EMPTY_ANSWER,
+    EQUAL_ANSWERS,
+    NO_PROMPT,
+    NO_REJECTED,
+    NOTHING_TO_LEARN,
+    Encoded,
+    Encoding,
+    Pair,
+    Rules,
+)
 from accel_sft.chat.image_inputs import GivenImages, ImageInputs, RowImages
 from accel_sft.chat.pictures import Picture
 from accel_sft.chat.rendering import Rendered, Rendering
@@ -87,28 +98,43 @@ class _Encoder:
 
     def encoded(self, part: Part) -> Encoding:
         """Return the rows of some examples, and the indices of examples that were left out or cut."""
-        answers = self._answers([(index, chat) for index, chat in part if chat.turns])
+        written = [self._written(chat) for _, chat in part]
+        answers = self._answers(
+            [(index, chat) for (index, _), chats in zip(part, written, strict=True) for chat in chats]
+        )
         control, encoded_rows = self.rendering.control, list[Encoded]()
         result, ends = Encoding(self.split, encoded_rows), control.spelled(self.rules.eos_ids)
-        for index, chat in part:
-            if chat.turns:
-                its_answers = list(itertools.islice(answers, len(chat.learnt) + 1))
-                rows = self._rows(index, its_answers)
-                short = _limited(rows, self.split, self.rules)
+        for (index, chat), chats in zip(part, written, strict=True):
+            if chats:
+                rows_of = [self._rows(index, [*itertools.islice(answers, len(one.learnt) + 1)]) for one in chats]
+                short_of = [_limited(rows, self.split, self.rules) for rows in rows_of]
+                rows, short = ([*itertools.chain(*every)] if all(every) else [] for every in (rows_of, short_of))
             else:
-                rows = short = self._windows(index, chat.target)
-            if reason := self._left_out(chat, rows, short):
+                rows = short = [] if self.rules.pairs else self._windows(index, chat.target)
+            reason = NO_REJECTED if self.rules.pairs and not chats else self._left_out(chat, rows, short)
+            if self.rules.pairs and not reason and short[0].input_ids == short[1].input_ids:
+                reason = EQUAL_ANSWERS
+            if reason:
                 result.left_out[reason].append(index)
                 continue
-            encoded_rows += short
+            encoded_rows += [_pair(short, self._name(index))] if self.rules.pairs else short
+            if chat.rejected and not self.rules.pairs:
+                result.unpaired.append(index)
             result.raw += not chat.turns or self.rendering.template.concatenates  # concatenated turns are raw text, too
             if not chat.turns and len(rows) > 1:
                 result.windowed.append(index)
             if short != rows:
                 result.cut.append(index)
-            if (chat.turns or control.as_text) and (where := control.written(chat, ends)):
+            if (chat.turns or control.as_text) and (where := _written_where(control, chats or [chat], ends)):
                 result.control_tokens[where].append(index)
         return result
+
+    def _written(self, chat: Conversation) -> list[Conversation]:
+        """Return the conversations that become an example's rows: one, or the two of a pair; [] for raw text, and for a
+        pair without a rejected answer."""
+        if not chat.turns or not self.rules.pairs:
+            return [chat] if chat.turns else []
+        return [chat, chat._replace(answer=chat.rejected)] if chat.rejected else []
 
     def _left_out(self, chat: Conversation, rows: list[Encoded], short: list[Encoded]) -> str | None:
         """Return why an example is left out, or None if it is kept; `short` are its `rows`, cut to `--max-length`."""
@@ -185,6 +211,21 @@ def _append(rows: list[Encoded], row: Encoded) -> None:
         rows[-1] = row._replace(earlier=before.spans)
     else:
         rows.append(row)
+
+
+def _pair(rows: list[Encoded], where: str) -> Pair:
+    """Join the two rows of a prompt with its answers, the chosen one first."""
+    chosen, rejected = rows
+    prompt = chosen.prompt_length
+    if rejected.input_ids[: rejected.prompt_length] != chosen.input_ids[:prompt]:
+        raise UserError(f"{where}: the chat template writes another prompt before the rejected answer; change it")
+    ids = chosen.input_ids + rejected.input_ids[prompt:]
+    return Pair(chosen.index, ids, len(chosen.input_ids), ((prompt, len(chosen.input_ids)),))
+
+
+def _written_where(control: ControlTokens, chats: list[Conversation], ends: Collection[str]) -> str | None:
+    """Return the `written` of an example's conversations, "answers" before "texts"."""
+    return min(filter(None, (control.written(chat, ends) for chat in chats)), default=None)
 
 
 def _limited(rows: list[Encoded], split: str, rules: Rules) -> list[Encoded]:

@@ -15,6 +15,8 @@ from accel_sft.rows.rows import Rows
 EMPTY_ANSWER = "left out: the answer is empty"
 NOTHING_TO_LEARN = "left out: the tokenizer leaves nothing of the answer to learn"
 NO_PROMPT = "left out: the chat template writes no prompt"
+NO_REJECTED = "left out: it has no rejected answer"
+EQUAL_ANSWERS = "left out: the chosen and the rejected answer are equal"
 _SHOWN = 5
 
 
@@ -39,6 +41,11 @@ class Encoded(NamedTuple):
         return (*self.earlier, (self.prompt_length, len(self.input_ids)))
 
     @property
+    def sequences(self) -> tuple[Encoded, ...]:
+        """What a model without knowledge of pairs reads: this row."""
+        return (self,)
+
+    @property
     def learnt(self) -> list[range]:
         """Positions of the tokens that carry loss; a row's first token carries none, as nothing precedes it."""
         return [range(max(begin, 1), end) for begin, end in self.spans]
@@ -54,6 +61,25 @@ class Encoded(NamedTuple):
         return sum(map(len, self.learnt)) if self.earlier else self.answer_tokens
 
 
+class Pair(Encoded):
+    """A prompt and two answers to it: its ids are the prompt, the chosen answer (which is `earlier`) and the rejected
+    answer. The rejected answer follows the prompt, too: it does not see the chosen one."""
+
+    __slots__ = ()
+
+    @property
+    def forks_at(self) -> int:
+        """Number of the prompt's tokens."""
+        return self.earlier[0][0]
+
+    @property
+    def sequences(self) -> tuple[Encoded, ...]:
+        """The prompt with the chosen answer, and the prompt with the rejected answer."""
+        prompt, begin = self.forks_at, self.prompt_length
+        rejected = [*self.input_ids[:prompt], *self.input_ids[begin:]]
+        return Encoded(self.index, self.input_ids[:begin], prompt), Encoded(self.index, rejected, prompt)
+
+
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """What decides an example's tokens apart from its text: options, and two sets of end tokens.
@@ -62,6 +88,7 @@ class Rules:
         eos_ids: `end_of_turn_ids`, and the token that ends the template's turns; if the template ends answers with none
             of them, answers get the tokenizer's eos.
         served_ends: those of `eos_ids` that the model's own generation settings name.
+        pairs: whether examples become pairs, with their rejected answers.
     """
 
     eos_ids: frozenset[int]
@@ -71,6 +98,7 @@ class Rules:
     day: str | None = None
     control_tokens: str = "text"
     served_ends: frozenset[int] = frozenset()
+    pairs: bool = False
 
     @property
     def too_long(self) -> str:
@@ -84,6 +112,7 @@ class Encoding:
     Attributes:
         raw: number of kept examples that are raw text.
         windowed: indices of raw texts that make several rows.
+        unpaired: indices of kept examples whose rejected answer is not among the rows.
         control_tokens: indices of kept examples whose texts contain control tokens: under "answers" if such a token
             would end an answer, else under "texts".
         notes: lines about how texts became tokens.
@@ -96,6 +125,7 @@ class Encoding:
     cut: list[int] = dataclasses.field(default_factory=list)
     raw: int = 0
     windowed: list[int] = dataclasses.field(default_factory=list)
+    unpaired: list[int] = dataclasses.field(default_factory=list)
     control_tokens: dict[str, list[int]] = dataclasses.field(default_factory=lambda: {"answers": [], "texts": []})
     notes: list[str] = dataclasses.field(default_factory=list)
     examples: Sequence[Any] = ()
@@ -114,6 +144,7 @@ class Encoding:
         self.cut += other.cut
         self.raw += other.raw
         self.windowed += other.windowed
+        self.unpaired += other.unpaired
         for where, indices in other.control_tokens.items():
             self.control_tokens[where] += indices
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from accel_sft.chat.encoded import Encoded, Encoding
+from accel_sft.chat.encoded import Encoded, Encoding, Pair
 from accel_sft.chat.image_inputs import ImageSource, RowImages
 from accel_sft.io.heartbeat import heartbeat
 
@@ -43,17 +43,21 @@ class Columns(NamedTuple):
 
 class TokenStore(Sequence[Encoded]):
     """The rows of a folder that `merge` wrote, each read when it is accessed; a slice is a list of rows. Once the store
-    is open, its folder may be removed. The images of the rows come from `source`.
+    is open, its folder may be removed. The images of the rows come from `source`. With `pairs`, the rows are pairs.
 
     Attributes:
         lengths: tokens of each row, int32.
-        supervised, answers: `Encoded.supervised_tokens` and `Encoded.answer_tokens` of each row, int32.
+        supervised, answers: `Encoded.supervised_tokens` and `Encoded.answer_tokens` of each row, int32; for a pair, the
+            tokens of both answers, and those of the chosen one.
         examples: number of examples, which is smaller than the number of rows if some examples have several rows.
         pictured: indices of the rows that have images, in order, int64.
     """
 
-    def __init__(self, folder: Path, fingerprint: str, source: ImageSource | None = None) -> None:
+    def __init__(
+        self, folder: Path, fingerprint: str, source: ImageSource | None = None, *, pairs: bool = False
+    ) -> None:
         self.fingerprint, self.source = fingerprint, source
+        self._kind = Pair if pairs else Encoded
         self._maps = [_mapped(folder / name) for name in FILES]
         self._rows = np.frombuffer(self._maps[0], _ROW)
         self._ids, self._earlier = (np.frombuffer(data, "<i4") for data in self._maps[1:])
@@ -62,6 +66,8 @@ class TokenStore(Sequence[Encoded]):
         self.answers = self.lengths - np.maximum(self._rows["prompt"], 1)
         sums = _offsets(self._earlier[1::2] - self._earlier[::2])
         self.supervised = self.answers + np.diff(sums[self._earlier_offsets // 2]).astype(np.int32)
+        if pairs:
+            self.answers = self.supervised - self.answers
         indices = self._rows["index"]
         self.examples = len(indices) - int((indices[1:] == indices[:-1]).sum())
         self.pictured = np.flatnonzero(self._rows["images"])
@@ -85,7 +91,7 @@ class TokenStore(Sequence[Encoded]):
             bounds = self._earlier[firsts[number] : lasts[number]].tolist()
             earlier = tuple(zip(bounds[::2], bounds[1::2], strict=True))
             images = RowImages(index, count, np.array(digest, "<i4").tobytes(), self.source) if count else None
-            encoded.append(Encoded(index, ids, prompt, earlier, images))
+            encoded.append(self._kind(index, ids, prompt, earlier, images))
         self._release_pages()
         return encoded
 

@@ -4,6 +4,8 @@ A split's key in the cache is a hash of everything that decides its tokens.
 """
 
 import contextlib
+import copy
+import dataclasses
 import datetime
 import hashlib
 import importlib.metadata
@@ -33,7 +35,7 @@ from accel_sft.rows.fingerprint import code_fingerprint
 from accel_sft.rows.rows import with_places
 
 KIND = "tokens"
-_KEPT_BESIDE_TOKENS = "left_out", "cut", "raw", "windowed", "control_tokens"
+_KEPT_BESIDE_TOKENS = "left_out", "cut", "raw", "windowed", "unpaired", "control_tokens"
 """Fields of an Encoding that are kept beside its tokens."""
 _COMPARED = 32
 """Maximum number of examples that each start or resume tokenizes again, to compare the tokens with the cached ones."""
@@ -93,6 +95,13 @@ class SplitEncoder:
                 "functions of example and options"
             )
         return self._with_notes(encoding)
+
+    def of_pairs(self) -> "SplitEncoder":
+        """Return an encoder that makes examples into pairs, with their rejected answers."""
+        encoder = copy.copy(self)
+        encoder.rules = dataclasses.replace(self.rules, pairs=True)
+        encoder._decided = [*self._decided, "pairs"]
+        return encoder
 
     def _with_notes(self, encoding: StoredEncoding) -> StoredEncoding:
         """Return the encoding with the notes of its examples, and with the rendering's notes since the last split."""
@@ -173,7 +182,7 @@ class SplitEncoder:
         def read() -> None:
             try:
                 source = ImageSource(self.images, self.task, examples, split)
-                store = TokenStore(folder, about["fingerprint"], source)
+                store = TokenStore(folder, about["fingerprint"], source, pairs=self.rules.pairs)
             except OSError as error:
                 raise UserError(f"{folder}: can no longer be read ({error}); start again") from None
             beside = {name: about[name] for name in _KEPT_BESIDE_TOKENS}

@@ -90,6 +90,7 @@ class Evaluator:
         max_new_tokens: maximum number of tokens of an answer if `--max-new-tokens` is not given; None: the number of
             tokens of the longest expected answer, its end-of-turn token included.
         blank: passed to `Batching.batch` for the validation loss.
+        further: computes further metrics of the model, such as those of pairs.
     """
 
     accelerator: Accelerator
@@ -102,6 +103,7 @@ class Evaluator:
     max_new_tokens: int | None = None
     blank: Encoded | None = None
     answered: Sequence[Encoded] = dataclasses.field(init=False)
+    further: Callable[[torch.nn.Module, Batching], dict[str, float]] = lambda model, batching: {}
 
     def __post_init__(self) -> None:
         config = self.config
@@ -116,7 +118,7 @@ class Evaluator:
         was_training = model.training
         model.eval()
         try:
-            return self.score_answers(self.loss(model, batching))
+            return self.score_answers(self.loss(model, batching) | self.further(model, batching))
         finally:
             model.train(was_training)
 

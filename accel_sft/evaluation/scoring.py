@@ -10,7 +10,7 @@ from accel_sft.api.task import Task
 from accel_sft.chat.conversation import conversation, from_task, wanted
 from accel_sft.io.heartbeat import heartbeat, heartbeats_only
 from accel_sft.io.text import LONGEST_ERROR, one_line
-from accel_sft.results.run_report import COSTS
+from accel_sft.results.run_report import COSTS, NOT_OF_ANSWERS
 from accel_sft.rows.rows import example_name
 
 EVAL_LOSS = "eval_loss"
@@ -87,7 +87,7 @@ def _checked(task: Task, given: Mapping[str, Any]) -> dict[str, float]:
     if main not in metrics:
         method = "aggregate" if type(task).aggregate is not Task.aggregate else "score"  # whose keys name the metrics
         raise UserError(f"the task's {method}() gave {sorted(metrics)}, without its main_metric {main!r}; add it")
-    if taken := metrics.keys() & {"step", "loss", EVAL_LOSS, *COSTS}:
+    if taken := metrics.keys() & {"step", "loss", *NOT_OF_ANSWERS, *COSTS}:
         names = ", ".join(sorted(taken))
         raise UserError(f"the task's aggregate() gave {names}, which are names of the trainer's metrics; rename them")
     return metrics

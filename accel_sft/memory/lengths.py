@@ -13,7 +13,7 @@ from accel_sft.io import cache
 
 _KIND = "lengths"
 _DECIDE: tuple[str, ...] = ("model", "init_from", "max_length", "truncation", "thinking", "control_tokens")
-_DECIDE += ("train_limit", "mix", "chat_template")
+_DECIDE += ("train_limit", "mix", "chat_template", "loss")
 """Settings that affect how long examples are."""
 _TOKENIZED = "of the data as it was tokenized here last"
 

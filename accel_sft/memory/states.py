@@ -81,15 +81,15 @@ def least_bytes(job: Job) -> tuple[float, float]:
     return on_device, in_host
 
 
-def update_bytes(job: Job, *, moments: bool) -> float:
-    """Bytes, without activations, that a prepared model's first update will still allocate on a rank's device. With
-    `moments` (in a resumed run) the moments exist already; DDP's buckets always exist."""
+def update_bytes(job: Job) -> float:
+    """Bytes, without activations, that a prepared model's first update will still allocate on a rank's device; DDP's
+    buckets exist already."""
     device, _ = placed(job)
     largest = FLOAT32 * min(job.shape.largest_tensor, job.trained) / job.launch.tensor_ranks
     size = device.gradients + max(device.in_flight, device.update, largest)
     if job.launch.backend == "deepspeed":
         size += device.held + (device.buffers if job.launch.stage in (1, 2) else 0.0)
-    return size + (0.0 if moments else device.moments)
+    return size + device.moments
 
 
 def weights_bytes(job: Job) -> float:

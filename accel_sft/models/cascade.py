@@ -33,12 +33,15 @@ class PrefixedRows:
         own: for each position of the rows padded to length L, the index of its token among the N tokens, (R * L,).
             Padding repeats a row's last token.
         back: for each of the N tokens, its position in `own`, (N,).
+        again: positions in `own` of tokens that a second row repeats, such as the prompt of a pair; the first row of
+            these tokens has their output, (M,).
     """
 
     prefix: int
     longest: int
     own: torch.Tensor
     back: torch.Tensor
+    again: torch.Tensor
 
 
 def _forward_on_cpu(
@@ -107,6 +110,15 @@ def _back(tensor: torch.Tensor, rows: PrefixedRows) -> torch.Tensor:
     return tensor.transpose(1, 2).flatten(0, 1).index_select(0, rows.back).transpose(0, 1)[None]
 
 
+def _summed(tensor: torch.Tensor, rows: PrefixedRows) -> torch.Tensor:
+    """The gradient of `cut_rows`: (R, heads, L, ...) -> (1, heads, N, ...); a repeated token gets the sum."""
+    once = _back(tensor, rows)
+    if len(rows.again):
+        more = tensor.transpose(1, 2).flatten(0, 1).index_select(0, rows.again).transpose(0, 1)
+        once[0, :, rows.own[rows.again]] += more  # no token is repeated twice
+    return once
+
+
 def _same_heads(query: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
     """Return the query, and keys and values repeated to its number of heads."""
     times = query.shape[1] // others[0].shape[1]
@@ -169,7 +181,7 @@ class _Cascade(torch.autograd.Function):
         padded = gradient.new_zeros(len(rows.own), *gradient.shape[1::2])
         padded[rows.back] = gradient[0, :, prefix:].transpose(0, 1)
         cut = padded.unflatten(0, (-1, rows.longest)).transpose(1, 2), *(cut_rows(tensor, rows) for tensor in saved[1:])
-        own = [_back(tensor, rows) for tensor in attend(*cut, causal=True, **how)]
+        own = [_summed(tensor, rows) for tensor in attend(*cut, causal=True, **how)]
         of_query = torch.cat([first[0], before[0] + own[0]], dim=2)
         of_others = [torch.cat([first[i] + before[i], own[i]], dim=2) for i in (1, 2)]
         if key.shape[1] < query.shape[1]:
@@ -198,7 +210,8 @@ def _is_right(kernels: Kernels, device: torch.device) -> bool:
     try:
         tensors = [torch.randn(shape, generator=drawn, dtype=torch.float32, device="cpu") for shape in shapes]
         tensors = [tensor.to(device, kernels.dtype).requires_grad_() for tensor in tensors]
-        places = (torch.tensor(numbers, device=device) for numbers in ([0, 1, 2, 3, 4, 4], [0, 1, 2, 3, 4]))
+        numbers: tuple[list[int], ...] = [0, 1, 2, 3, 4, 4], [0, 1, 2, 3, 4], []
+        places = (torch.tensor(of, dtype=torch.int64, device=device) for of in numbers)
         ours = cascade(*tensors, PrefixedRows(3, 3, *places), None)
         computed = [ours, *torch.autograd.grad(ours.float().square().sum(), tensors)]
         exact = [tensor.detach().float().cpu().requires_grad_() for tensor in tensors]

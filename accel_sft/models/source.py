@@ -129,14 +129,15 @@ def as_it_began(base: Source, tuned: Source, record: Mapping[str, Any] | None) -
     )
 
 
-def weights_identity(source: Source) -> str | None:
-    """Return the SHA-256 of a folder's configuration and weight files; None for a hub id. Of a large file, only 64 MiB
-    spread evenly over it are hashed, which is enough because training changes every matrix."""
-    folder = Path(source.weights)
+def weights_identity(name: str) -> str | None:
+    """Return the SHA-256 of the configuration and weight files of a folder; None for a hub id. Of a large file, only 64
+    MiB spread evenly over it are hashed, which is enough because training changes every matrix."""
+    folder = Path(name)
     if not folder.is_dir():
         return None
-    with errors_explained(source.weights):
-        digest = hashlib.sha256((folder / "config.json").read_bytes())
+    with errors_explained(name):
+        config = folder / "adapter_config.json"
+        digest = hashlib.sha256((config if config.is_file() else folder / "config.json").read_bytes())
         for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
             size = path.stat().st_size
             digest.update(f"{path.name} {size}".encode())
@@ -151,7 +152,7 @@ def other_base(source: Source) -> list[str]:
     """Return a message (in a list) if the base's weights have changed since the adapter was trained; else []."""
     record = RunDir.record_around(source.adapter) if source.adapter else None
     before = record.get("base_weights") if record else None
-    now = weights_identity(source) if before else None
+    now = weights_identity(source.weights) if before else None
     if not now or now == before:
         return []
     return [f"{source.adapter}: its base {source.weights} has changed since training; restore the old weights"]
@@ -173,7 +174,8 @@ def is_tiny(model: str, *, init_from: str | None = None) -> bool:
 def resolved(config: Settings, task: Task | type[Task]) -> Settings:
     """Return the settings with a default for each None; `tiny` has its own defaults, and the task's `tiny_steps`."""
     tiny = is_tiny(config.model, init_from=config.init_from)
-    return config.resolved({**TINY_DEFAULTS, "max_steps": task.tiny_steps} if tiny else {})
+    steps = {"max_steps": task.tiny_steps} if config.loss == "sft" else {}
+    return config.resolved({**TINY_DEFAULTS, **steps} if tiny else {})
 
 
 def _reach(name: str) -> None:

@@ -12,7 +12,7 @@ from accel_sft.io.files import is_number, mapping, read_json, read_json_lines, w
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.run_dir import RunDir
 from accel_sft.results.labels import label_scores
-from accel_sft.results.run_report import COSTS
+from accel_sft.results.run_report import COSTS, NOT_OF_ANSWERS
 from accel_sft.results.significance import Measured, needed, paired
 
 _FEWEST, _MOST, _VISITS = 500, 2000, 200_000
@@ -38,7 +38,7 @@ def add_intervals(
     sides: dict[str, dict[str, Measured]] = {}
     without: dict[str, str] = {}
     for side, name, samples in (("before", "base", before), ("after", "tuned", after)):
-        of_answers = {key: n for key, n in (result[side] or {}).items() if key not in (*COSTS, "eval_loss")}
+        of_answers = {key: n for key, n in (result[side] or {}).items() if key not in (*COSTS, *NOT_OF_ANSWERS)}
         sides[side], reasons = measured(of_answers, samples, task.aggregate)
         spans = {key: one.interval() for key, one in sides[side].items()}
         intervals[side] = {key: list(span) for key, span in spans.items() if span}

@@ -121,6 +121,7 @@ class Prepared:
     validation: StoredEncoding
     plan: StepPlan
     beyond_limit: int = 0  # training examples that `--train-limit` leaves out
+    pairs: StoredEncoding | None = None  # the validation examples as pairs, with `--loss dpo` or `ipo`
 
     @property
     def lines(self) -> list[str]:
@@ -135,6 +136,7 @@ class Prepared:
         if epochs >= 20:
             steps += "; for fewer: --epochs, --max-steps or --global-batch-size"
         examples = "examples" if len(train.kept) == train.kept.examples else "rows"
+        examples = examples if config.loss == "sft" else "pairs"
         read = train.kept.examples + sum(map(len, train.left_out.values()))
         limit_line = f"--train-limit {config.train_limit}: {read:,} of {read + self.beyond_limit:,} {examples}"
         repeated = f"--global-batch-size {plan.global_batch_size} is more than the number of rows: a step repeats rows"
@@ -146,6 +148,7 @@ class Prepared:
             *(self.assembly.template.lines if self.assembly.template else []),
             *train.lines(),
             *validation.lines(),
+            *(self.pairs.lines() if self.pairs else []),
             *([limit_line] if self.beyond_limit else []),
             *([repeated] if min(plan.global_batch_size, plan.stream_length or math.inf) > plan.epoch_rows else []),
             *([f"--mix: {in_words(plan)}"] if config.mix else []),
@@ -215,8 +218,7 @@ def prepare_data(
     source = source_of(run_dir, model, config)
     assembly = Assembly(accelerator, task, config, source)
     limited = limited_examples(train_examples, config.train_limit)
-    train = assembly.encode(limited, "train")
-    validation = assembly.encode(validation_examples, "validation")
+    train, validation, pairs = _encoded(assembly, limited, validation_examples)
     if not assembly.encode.rendering.control.as_text:
         _refuse_forged_turns(train, validation)
     plan = plan_steps(train, config)
@@ -227,7 +229,29 @@ def prepare_data(
         lengths.keep(task, config, plan.lengths, plan.supervised, plan.mean, vocabulary, pixels)
     train.notes += _ends_served(train, assembly)
     validation.notes += [*notes, *limits_on_scores(task, validation, config)]
-    return Prepared(launch, assembly, train, validation, plan, len(train_examples) - len(limited))
+    return Prepared(launch, assembly, train, validation, plan, len(train_examples) - len(limited), pairs)
+
+
+def _encoded(
+    assembly: Assembly, train: Sequence[Any], validation: Sequence[Any]
+) -> tuple[StoredEncoding, StoredEncoding, StoredEncoding | None]:
+    """Encode both splits, and for `--loss dpo` or `ipo` the validation pairs, if there are any."""
+    encode, loss = assembly.encode, assembly.config.loss
+    if loss == "sft":
+        encodings = encode(train, "train"), encode(validation, "validation"), None
+        if unpaired := encodings[0].unpaired:
+            problem = f"{len(unpaired):,} examples have a rejected answer, which --loss sft does not learn from"
+            line = f"train example {unpaired[0]}: {problem}; add --loss dpo, or remove the rejected answers"
+            raise UserError(*with_places([line], train, "train"))
+        return encodings
+    if sequence_ranks(assembly.accelerator) > 1:
+        raise UserError(
+            f"--loss {loss}: sequence parallelism would cut answers apart; launch with z3.yaml or fsdp2.yaml"
+        )
+    of_pairs = encode.of_pairs()
+    pairs = of_pairs(train, "train")
+    (has_pairs, *_) = by_each_rank(lambda: any(assembly.task.rejected(validation[at]) for at in range(len(validation))))
+    return pairs, encode(validation, "validation"), of_pairs(validation, "validation") if has_pairs else None
 
 
 def _build_base(folder: Path, texts: Sequence[str], seed: int) -> None:

@@ -66,7 +66,7 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
 
     def write() -> dict[str, Any]:
         if assembly.config.adapter != "none" or assembly.source.adapter:
-            record["base_weights"] = weights_identity(assembly.source)
+            record["base_weights"] = weights_identity(assembly.source.weights)
         text = json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n"
         if not resumed and run_dir.record.exists() and run_dir.has_trained():
             _check_unchanged(run_dir.read_record(), record, run_dir)

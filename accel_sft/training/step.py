@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accel_sft.api.errors import UserError
+from accel_sft.batching.collate import Batch
 from accel_sft.batching.device_memory import out_of_memory
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
@@ -23,6 +24,13 @@ from accel_sft.launch.collectives import gather_numbers
 from accel_sft.launch.groups import shared_rows, tensor_ranks
 from accel_sft.tracking.time_spent import BATCHES, COMMUNICATION, FORWARD, span
 from accel_sft.training.optimizer import Stepper
+
+Objective = Callable[[torch.nn.Module, Batch, Sequence[Encoded]], torch.Tensor]
+"""Maps a model, a forward and its rows to sums over the rows, (n,): first of the loss, then of other numbers."""
+
+
+def _nll_sum(model: torch.nn.Module, batch: Batch, rows: Sequence[Encoded]) -> torch.Tensor:
+    return nll_sum(model, batch)[None]
 
 
 class OutOfMemory(NamedTuple):
@@ -43,7 +51,8 @@ class TrainStep:
     """Accumulates the gradients of a step's examples, grouped into forwards by `batching`.
 
     After an out-of-memory, forwards become smaller. If the step cannot be repeated, a file in `run_dir` records the
-    smaller limit for a resumed run. `blank` is passed to `Batching.batch`.
+    smaller limit for a resumed run. `blank` is passed to `Batching.batch`. `objective` gives a forward's sums: first
+    the loss, then other numbers of the step's record.
     """
 
     def __init__(
@@ -58,6 +67,7 @@ class TrainStep:
         self.stepper, self.batching = stepper, batching
         self.pad_token_id, self.blank = pad_token_id, blank
         self.run_dir, self.log = run_dir, log
+        self.objective: Objective = _nll_sum
         # numbers of tokens, supervised tokens, rows and keys that attention copies without a kernel (`Layout.copied`)
         self.largest_forward = (0, 0, 0, 0)
         self.most_pixels = 0  # most pixel values in one forward
@@ -68,19 +78,20 @@ class TrainStep:
         self.group = SequenceGroup.of(stepper.accelerator)
 
     def forward_backward(
-        self, examples: list[Encoded], supervised_tokens: int, step: int, following: Sequence[Encoded] = ()
+        self, examples: list[Encoded], terms: int, step: int, following: Sequence[Encoded] = ()
     ) -> tuple[torch.Tensor, OutOfMemory]:
-        """Compute this rank's part of the loss of step `step` (from 1), shape (), and add its gradients to the model.
+        """Compute this rank's part of step `step` (from 1): the sums of `objective`, divided by `terms`. Add the
+        gradients of the first of them, the loss, to the model.
 
         Also returns the step's `OutOfMemory`. If memory ran out, gradients are NaN on every rank: call `retry_smaller`
         before the next step. Raises UserError if the step cannot be repeated with smaller forwards.
 
         Args:
-            supervised_tokens: number of supervised tokens in the whole step, over all ranks.
+            terms: number of terms of the loss (supervised tokens, or pairs) in the whole step, over all ranks.
             following: rows of the next step, if their images are to be preprocessed during this step.
         """
         accelerator, oom = self.stepper.accelerator, OutOfMemory()
-        share, group = torch.zeros((), device=accelerator.device), self.group
+        share, group = torch.zeros(1, device=accelerator.device), self.group
         began, self._forwards = _now(accelerator.device), []
         with span(BATCHES):
             self._divided = self.batching.divide(examples, group.groups)
@@ -91,21 +102,21 @@ class TrainStep:
         self._note_largest(max(forwards, key=lambda rows: sum(map(_length, rows))))
         for number, rows in enumerate(forwards, 1):
             with shared_rows(), self.stepper.boundary(last=number == len(forwards)):
-                nll = None if oom.tokens else self._nll(rows, step)
-                if nll is None:
+                sums = None if oom.tokens else self._sums(rows, step)
+                if sums is None:
                     # Other ranks exchange gradients in this backward: this rank takes part with one row and a NaN loss.
                     oom = oom if oom.tokens else self._about(rows)
-                    nll = self._nll(sorted(rows, key=_length)[:1], step)
-                    assert nll is not None  # for one row, _nll raises instead
-                    nll = nll * math.nan
+                    sums = self._sums(sorted(rows, key=_length)[:1], step)
+                    assert sums is not None  # for one row, _sums raises instead
+                    sums = sums * math.nan
                 self._forwards.append((began, _now(accelerator.device)))
                 if upcoming:
                     begin_images([row.images for row in upcoming.pop(0) if row.images])
-                value = nll.detach()
+                values = sums.detach()
                 # factor 1, or NaN if the loss is not finite: NaN makes all gradients NaN on all ranks, so that all skip
                 # the step; an infinite loss alone may have finite gradients
-                sound = value - value + 1
-                loss = nll * (sound * self.stepper.averaged_over / supervised_tokens)
+                sound = values[0] - values[0] + 1
+                loss = sums[0] * (sound * self.stepper.averaged_over / terms)
                 try:
                     self.stepper.backward(loss)
                 except RuntimeError as error:
@@ -114,11 +125,11 @@ class TrainStep:
                     if not self.stepper.alone or len(rows) == 1:
                         raise self._unrepeatable(rows, step) from error
                     oom = self._about(rows)
-                del nll, loss
-            share += value
+                del sums, loss
+            share = share + values
             began = _now(accelerator.device)
         # ranks that compute the same rows each return their part of the loss
-        return share / (supervised_tokens * tensor_ranks(accelerator)), oom
+        return share / (terms * tensor_ranks(accelerator)), oom
 
     def retry_smaller(self, oom: OutOfMemory, step: int) -> None:
         """Discard the gradients, and halve the forwards of this and later steps; a step's gradient does not change."""
@@ -131,14 +142,8 @@ class TrainStep:
 
     def computed(self) -> tuple[int, float]:
         """Tokens and query-key pairs of the last step over all ranks; shared tokens count once, padding never."""
-        tokens, pairs = 0, 0.0
-        for rows in (rows for forwards in self._divided for rows in forwards):
-            prefix = self.batching.way.prefix(rows)
-            for number, row in enumerate(rows):
-                shared = prefix if number else 0
-                tokens += _length(row) - shared
-                pairs += (_length(row) ** 2 - shared**2) / 2
-        return tokens, pairs
+        computed = [self.batching.way.computed(rows) for forwards in self._divided for rows in forwards]
+        return sum(tokens for tokens, _ in computed), sum(pairs for _, pairs in computed)
 
     def forward_seconds(self) -> float:
         """Seconds that this rank's batches and forwards took in the last step; call it after reading the step's loss.
@@ -157,8 +162,8 @@ class TrainStep:
     def _limit(self, tokens: int) -> None:
         self.batching = dataclasses.replace(self.batching, rows=None, tokens=tokens)
 
-    def _nll(self, rows: list[Encoded], step: int) -> torch.Tensor | None:
-        """The summed loss of one forward; None after an out-of-memory if the step can be repeated. After this call, no
+    def _sums(self, rows: list[Encoded], step: int) -> torch.Tensor | None:
+        """The sums of one forward; None after an out-of-memory if the step can be repeated. After this call, no
         reference to a failed forward's tensors is left."""
         try:
             with span(BATCHES):
@@ -166,7 +171,7 @@ class TrainStep:
                 batch = self.group.part(batch, self.pad_token_id)
                 self.most_pixels = max(self.most_pixels, pixels_in(batch.inputs))
             with span(FORWARD):
-                return nll_sum(self.stepper.model, batch)
+                return self.objective(self.stepper.model, batch, rows)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -193,17 +198,17 @@ class TrainStep:
 @exchange()
 def reduce_step(
     share: torch.Tensor, oom: OutOfMemory, signal: int, system: list[float], unwritten: bool = False
-) -> tuple[float, OutOfMemory, int, bool, list[list[float]]]:
-    """Combine the ranks' results of a step; every rank gets the same: the summed loss; the out-of-memory of the
+) -> tuple[list[float], OutOfMemory, int, bool, list[list[float]]]:
+    """Combine the ranks' results of a step; every rank gets the same: the sums of the shares; the out-of-memory of the
     smallest forward that ran out; any rank's signal; whether a checkpoint write failed; all system readings."""
-    # item() waits for this rank's GPU, but for no other rank
-    numbers = [share.item(), signal, *oom, unwritten, *system]
+    # tolist() waits for this rank's GPU, but for no other rank
     with span(COMMUNICATION):
-        every = gather_numbers(numbers)
-    without = [OutOfMemory(*map(int, numbers[2:5])) for numbers in every if numbers[2]]
-    loss, signal = sum(numbers[0] for numbers in every), int(max(numbers[1] for numbers in every))
-    unwritten = any(numbers[5] for numbers in every)
-    return loss, min(without, default=OutOfMemory()), signal, unwritten, [numbers[6:] for numbers in every]
+        every = gather_numbers([signal, *oom, unwritten, *share.tolist(), *system])
+    without = [OutOfMemory(*map(int, numbers[1:4])) for numbers in every if numbers[1]]
+    signal, unwritten = int(max(numbers[0] for numbers in every)), any(numbers[4] for numbers in every)
+    ends = 5 + len(share)
+    sums = [sum(numbers) for numbers in zip(*(numbers[5:ends] for numbers in every), strict=True)]
+    return sums, min(without, default=OutOfMemory()), signal, unwritten, [numbers[ends:] for numbers in every]
 
 
 def _now(device: torch.device) -> Any:

@@ -19,6 +19,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.trial import Trial
 from accel_sft.checkpoint import checkpoint, shards
 from accel_sft.checkpoint.background import Checkpoints, check_disk
+from accel_sft.io import manifest
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.accelerator import prepare_model
 from accel_sft.launch.collectives import decided_by_main, largest, largest_of_ranks
@@ -29,6 +30,7 @@ from accel_sft.models.pretrained import auto_class, processor_files, stored_dtyp
 from accel_sft.models.tokenizer import left_out, sentencepiece_file
 from accel_sft.resilience.anomalies import Anomalies
 from accel_sft.resilience.signals import Interruption, StopSignals
+from accel_sft.results.run_report import PAIR_METRICS
 from accel_sft.tracking.system import peak_memory_gib
 from accel_sft.tracking.time_spent import BATCHES, PAUSE, span, taken
 from accel_sft.tracking.tracker import Tracker
@@ -36,6 +38,7 @@ from accel_sft.training import summary
 from accel_sft.training.checks import Untrained, rounds_updates, use_liger_kernels
 from accel_sft.training.optimizer import Stepper, new_optimizer
 from accel_sft.training.predicted import Prediction
+from accel_sft.training.preference import InitialModel
 from accel_sft.training.prepare import Prepared
 from accel_sft.training.state import TrainState, learning_rate
 from accel_sft.training.step import TrainStep, reduce_step
@@ -115,14 +118,15 @@ class Trainer:
         path, passed_over = decided_by_main(accelerator, lambda: checkpoint.newest(self.run_dir, resume))
         for line in passed_over:
             self.tracker.log(line)
-        saved, layout = {}, layout_of(accelerator)
+        saved, layout = manifest.about(path) if path else {}, layout_of(accelerator)
+        self.train_step = self.new_train_step(saved.get("batching") if saved.get("layout") == layout else None)
+        if self.config.loss != "sft":
+            self.prefer()
         if path:
             saved = checkpoint.load(accelerator, self.model, self.optimizer, path, self.averages)
             extra = shards.read_extra(path)
             self.stepper.adapter.set_extra_state(self.stepper.adapted, extra, accelerator.device)
             self.state = TrainState.of(saved, path)
-        self.train_step = self.new_train_step(saved["batching"] if saved.get("layout") == layout else None)
-        if path:
             if resume != "auto" and accelerator.is_main_process:
                 for aside in checkpoint.undo_after(self.run_dir, self.state.step):
                     self.tracker.log(f"{aside}: this checkpoint was renamed, because the resumed run repeats its step")
@@ -148,9 +152,8 @@ class Trainer:
             before = choice.read(self.accelerator, self.run_dir, job)
         restored = choice.restored(before, self.batching_asked)
         pad_token_id, blank = self.prepared.assembly.tokenizer.pad_token_id, self.prepared.assembly.blank
-        some, moments = self.train_examples.some(), self.state.step > 0
-        more: dict[str, Any] = {"moments": moments, "blank": blank, "job": self.prediction.job}
-        trial = Trial(self.accelerator, self.model, self.config, some, pad_token_id, **more)
+        run, some = (self.accelerator, self.model, self.config), self.train_examples.some()
+        trial = Trial(*run, some, pad_token_id, blank=blank, job=self.prediction.job)
         if self.config.use_liger_kernel:
             self.tracker.log(use_liger_kernels(trial))
         # the validation loss is computed in the same layout
@@ -158,6 +161,13 @@ class Trainer:
         self.tracker.log(f"model     {self.trained}; {message}")
         choice.write(self.accelerator, self.run_dir, self.batching_asked, batching, job)
         return TrainStep(self.stepper, batching, pad_token_id, self.run_dir, self.tracker.log, blank)
+
+    def prefer(self) -> None:
+        """Set the loss of pairs. Called before a checkpoint is loaded, because the reference is the initial model."""
+        initial = InitialModel(self.accelerator, self.model, self.train_step.batching, self.prepared, self.tracker.log)
+        self.train_step.objective = initial.train_loss()
+        if self.prepared.pairs:
+            self.evaluator.further = initial.validation_metrics(self.prepared.pairs.kept)
 
     def train(self) -> None:
         """Evaluate the untrained model, then train to the end. On a signal, save a checkpoint and end the run.
@@ -195,9 +205,10 @@ class Trainer:
                 following = (
                     self.train_examples.take(plan.examples(state.step + 1).tolist()) if self.looks_ahead() else []
                 )
-            share, oom = self.train_step.forward_backward(examples, supervised_tokens, state.step + 1, following)
+            terms = supervised_tokens if config.loss == "sft" else len(examples)
+            share, oom = self.train_step.forward_backward(examples, terms, state.step + 1, following)
             self.signals.exit_if_orphaned()
-            loss, oom, signal, unwritten, system = reduce_step(
+            (loss, *of_pairs), oom, signal, unwritten, system = reduce_step(
                 share, oom, self.signals.number, self.tracker.system(), self.checkpoints.failed
             )
             if oom.tokens:
@@ -217,6 +228,7 @@ class Trainer:
                 "grad_norm": grad_norm,
                 "learning_rate": rate,
                 "supervised_tokens": supervised_tokens,
+                **dict(zip(PAIR_METRICS, of_pairs, strict=False)),
                 **self.prediction.mfu(self.train_step, supervised_tokens, grad_norm, seconds),
                 "tokens": tokens,
                 "seconds": seconds,

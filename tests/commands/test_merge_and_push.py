@@ -60,7 +60,7 @@ def test_overwritten_base_of_an_adapter_is_named(tiny, called, tmp_path):
     other = shutil.copytree(tiny, tmp_path / "base")
     final = save_adapter(other, tmp_path / "run" / "final", KINDS["lora"])
     record = {"task": "math", "config": {}, "task_options": {}}
-    record["base_weights"] = weights_identity(find_source(str(other)))
+    record["base_weights"] = weights_identity(str(other))
     run = RunDir(tmp_path / "run")
     run.record.write_text(json.dumps(record))
     assert other_base(find_source(str(run))) == []

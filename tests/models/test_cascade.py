@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from accel_sft.batching.collate import prefixed_rows
+from accel_sft.chat.encoded import Encoded
 from accel_sft.models import cascade as module
 from accel_sft.models.cascade import SHORT, cascade, probe_kernels, usable
 from accel_sft.models.prefix_attention import install, rows_attention
@@ -24,7 +25,7 @@ def sequence(prefix, sizes, heads, key_heads, size, dtype=torch.float32):
         torch.randn(1, total, count, size, generator=drawn, dtype=dtype).transpose(1, 2).requires_grad_()
         for count in (heads, key_heads, key_heads)
     ]
-    return tensors, prefixed_rows(sizes, prefix)
+    return tensors, prefixed_rows([Encoded(0, [0] * (prefix + size), 1) for size in sizes], prefix)
 
 
 def by_mask(query, key, value, prefix, sizes, scale=None):
@@ -120,7 +121,8 @@ def test_missing_or_changed_kernels_are_detected(change, monkeypatch):
 def test_calls_of_gpu_kernels_have_their_shapes():
     tensors, rows = sequence(7, [5, 3], 4, 2, 16, torch.bfloat16)
     meta = [tensor.detach().to("meta").requires_grad_() for tensor in tensors]
-    places = SimpleNamespace(prefix=7, longest=5, own=rows.own.to("meta"), back=rows.back.to("meta"))
+    on_meta = {name: getattr(rows, name).to("meta") for name in ("own", "back", "again")}
+    places = SimpleNamespace(prefix=7, longest=5, **on_meta)
     module.KERNELS["meta"] = module.KERNELS["cuda"]
     try:
         output = cascade(*meta, places, None)

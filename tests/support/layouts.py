@@ -104,7 +104,7 @@ class Job:
         while step < end:
             torch.manual_seed(100 * step + rank)
             share, oom = self.train_step.forward_backward(list(ROWS), supervised, step)
-            loss, oom, *_ = training_step.reduce_step(share, oom, 0, [])
+            (loss,), oom, *_ = training_step.reduce_step(share, oom, 0, [])
             if oom.tokens:
                 self.train_step.retry_smaller(oom, step)
                 continue
@@ -171,7 +171,7 @@ class Job:
         path = self.save(run_dir, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if self.is_last else None)
         self.held.set()
         self.checkpoints._written.exception()
-        none = torch.zeros(()), training_step.OutOfMemory(), 0, []
+        none = torch.zeros(1), training_step.OutOfMemory(), 0, []
         told, said = training_step.reduce_step(*none, self.checkpoints.failed)[3], "nothing"
         try:
             self.checkpoints.finish()
