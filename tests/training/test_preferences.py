@@ -9,11 +9,18 @@ import math
 import numpy as np
 import pytest
 import torch
+from conftest import finished
 from forwards import CPU, WAYS, batching_of
+from PIL import Image
+from reference_job import FP32, JOB, ONCE, SHARDED, goes_on_to_the_same_bits, own_task, same_curve
 
+from accel_sft import Task, UserError, option
 from accel_sft.api.config import TrainConfig
-from accel_sft.chat.encoded import Pair
+from accel_sft.chat.encode import encode_parts
+from accel_sft.chat.encoded import EMPTY_ANSWER, EQUAL_ANSWERS, NO_REJECTED, Encoding, Pair, Rules
+from accel_sft.chat.rendering import Rendering
 from accel_sft.models.prefix_attention import install
+from accel_sft.results.run_report import PAIR_METRICS
 from accel_sft.training.preference import Preference
 
 install(CPU)
@@ -86,3 +93,157 @@ def test_the_loss_is_that_of_the_papers_by_hand(model, kind):
         expected -= 0.5 * chosen / tokens
     batching = batching_of(("shared", "rows"), 4096)
     assert loss(model, batching.batch(examples, 0, CPU), examples)[0].item() == pytest.approx(expected, rel=1e-5)
+
+
+REJECTING = """
+def rejected(self, example):
+    addends = self.target(example).split("+")
+    return "+".join([addends[0], "1" + addends[1].strip()])
+"""
+DPO = (*JOB[1:], "--loss", "dpo", "--learning-rate", "1e-3", "--dpo-sft-weight", "0.1")
+
+
+@pytest.fixture(scope="session")
+def preferring(launched, common):
+    """A run on pairs, which evaluates and saves."""
+    folder = common / "preferring"
+    folder.mkdir(exist_ok=True)
+    return launched("preferring", own_task(folder, REJECTING), *DPO, "--save-every", "3", "--micro-batch-size", "3")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"yaml": "ddp", "launcher": (*FP32, "--num_processes", "3")}, id="ddp on three ranks"),
+        pytest.param({"yaml": "z3", "launcher": FP32}, id="z3"),
+        pytest.param({"yaml": "z2", "launcher": FP32}, id="z2", marks=pytest.mark.long),
+        pytest.param(SHARDED, id="fsdp2", marks=pytest.mark.long),
+        pytest.param({"yaml": "tp", "launcher": FP32}, id="tp", marks=pytest.mark.long),
+    ],
+)
+def test_every_launch_draws_the_same_curve(preferring, tmp_path, options):
+    run = finished(
+        preferring.arguments[0], *DPO, *ONCE[2:], "--batching", "padded", run_dir=tmp_path / "run", **options
+    )
+    same_curve(preferring.lines(), run.lines())
+    for ours, theirs in zip(preferring.lines("pair_margin"), run.lines("pair_margin"), strict=True):
+        for name in PAIR_METRICS:
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-5), name
+
+
+def test_untrained_model_is_its_own_reference(preferring):
+    before, *_, after = preferring.lines("eval_loss")
+    assert (before["pair_margin"], before["ranked_right"]) == (0, 0)
+    assert before["pair_loss"] == pytest.approx(math.log(2) + 0.1 * before["eval_loss"], rel=0.02)
+    first = preferring.lines()[0]
+    assert (first["pair_margin"], first["ranked_right"]) == (0, 0)
+    assert after["pair_margin"] > 0.01
+    assert after["ranked_right"] > 0.5
+
+
+def test_resumed_run_has_the_same_bits_with_and_without_its_cache(preferring, tmp_path):
+    first = goes_on_to_the_same_bits(preferring, tmp_path / "cached", 3)
+    assert "reference: computing" not in first.output
+    environment = {"ACCEL_SFT_CACHE": str(tmp_path / "cache")}
+    second = goes_on_to_the_same_bits(preferring, tmp_path / "computed", 3, environment=environment)
+    assert second.output.count("reference: computing") == 2
+
+
+# --- which pairs are learnt, and what is refused ---
+
+EXAMPLES = {"right": ("12", "13"), "equal": ("12", "12"), "empty": ("12", " "), "long": ("12", "12 " * 60), "none": ()}
+
+
+@dataclasses.dataclass(kw_only=True)
+class Answers(Task):
+    """Examples by name: their two answers."""
+
+    main_metric = "exact"
+    given: str = option("right", help="The examples' names.")
+
+    def dataset(self, split):
+        return [(*EXAMPLES[name], None, None)[:2] for name in self.given.split(",")]
+
+    def messages(self, example):
+        return [{"role": "user", "content": "5 + 7 ="}]
+
+    def target(self, example):
+        return example[0] or "12"
+
+    def rejected(self, example):
+        return example[1]
+
+    def score(self, example, text):
+        return {"exact": float(text == example[0])}
+
+
+def encoded(tokenizer, given, rejected=None, **rules):
+    task = Answers(given=given)
+    if rejected is not None:
+        task.rejected = lambda example: rejected
+    how = {"max_length": 100, "truncation": "drop", "pairs": True, **rules}
+    encoding = Encoding("train")
+    for part in encode_parts(
+        Rendering(tokenizer),
+        task,
+        rows := task.dataset("train"),
+        range(len(rows)),
+        "train",
+        Rules(frozenset([tokenizer.eos_token_id]), **how),
+    ):
+        encoding.add(part)
+        encoding.kept += part.kept
+    return encoding
+
+
+def test_pairs_have_both_answers_with_their_ends_behind_one_prompt(tokenizer):
+    (pair,) = encoded(tokenizer, "right").kept
+    chosen, rejected = (tokenizer.decode(row.input_ids[row.prompt_length :]) for row in pair.sequences)
+    assert (chosen, rejected) == (f"12{tokenizer.eos_token}", f"13{tokenizer.eos_token}")
+    assert pair.sequences[0].input_ids[: pair.forks_at] == pair.sequences[1].input_ids[: pair.forks_at]
+    assert pair.supervised_tokens == sum(row.supervised_tokens for row in pair.sequences)
+
+
+def test_pairs_that_teach_nothing_are_left_out_and_counted(tokenizer):
+    left_out = encoded(tokenizer, "right,equal,empty,long,none").left_out
+    assert left_out == {
+        EQUAL_ANSWERS: [1],
+        EMPTY_ANSWER: [2],
+        "left out: longer than --max-length 100": [3],
+        NO_REJECTED: [4],
+    }
+    cut = encoded(tokenizer, "long", truncation="right", max_length=40)
+    assert (len(cut.kept), cut.cut) == (1, [0])
+    assert [len(row.input_ids) for row in cut.kept[0].sequences] == [pytest.approx(20, abs=15), 40]
+
+
+@pytest.mark.parametrize(
+    ("rejected", "problem"),
+    [
+        (3, "rejected.. gave"),
+        ([{"role": "user", "content": "no"}], "gave 1 turns, expected the text or the turn of one answer"),
+        (
+            [{"role": "assistant", "content": [{"type": "image", "image": Image.new("RGB", (4, 4))}]}],
+            "has images; preferences are learnt",
+        ),
+    ],
+)
+def test_odd_rejected_answers_are_refused(tokenizer, rejected, problem):
+    with pytest.raises(UserError, match=problem):
+        encoded(tokenizer, "right", rejected)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ((), "train example 0: 1 examples have a rejected answer, which --loss sft .* add --loss dpo"),
+        (("--dpo-beta", "0.2"), "--dpo-beta works only with --loss dpo or ipo"),
+        (("--loss", "dpo", "--given", "none"), "train: no example is left to use"),
+        (("--loss", "dpo", "--dpo-beta", "0"), "--dpo-beta"),
+    ],
+)
+def test_refusals(called, tmp_path, options, problem):
+    given = () if "--given" in options else ("--given", "right")
+    run = called(f"{__file__}:Answers", *given, *options, run_dir=tmp_path / "run")
+    assert run.status == 1
+    run.says(problem)
