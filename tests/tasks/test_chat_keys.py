@@ -49,7 +49,7 @@ PLAIN = {
     "parts marked as learnt": said(content=[text("a", train=True, weight=1)]),
     "a refusal": said(content=None, refusal="a"),
     "Qwen's parts without types": messages({**ASK, "content": [{"text": "u"}]}, ANSWER),
-    "conversation": {"conversation": [ASK, ANSWER]},
+    "conversation": {"conversation": [ASK, ANSWER], "chosen": None, "rejected": ""},
     "parts of responses": messages({**ASK, "content": [{"type": "input_text", "text": "u"}]}, ANSWER),
     "a request of OpenAI's batches": {"body": messages(ASK, ANSWER), "method": None},
     "one message for a list": {"prompt": [ASK], "completion": ANSWER},
@@ -173,10 +173,8 @@ REFUSED = {
         MARKED,
     ),
     "a turn's images": (messages({**ASK, "images": ["a"]}, ANSWER), "messages[0].images", "images as parts"),
-    "KTO's label": ({**PAIR, "label": "False"}, "label", "no judgment of the answer"),
+    "KTO's label": ({**PAIR, "label": "False"}, "label", "no judgment of the answer: preferences are learnt from"),
     "KTO's tag": (messages(ASK, ANSWER, kto_tag=True), "kto_tag", "no judgment of the answer"),
-    "ms-swift's second answer": (messages(ASK, ANSWER, rejected_response="b"), "rejected_response", "one answer: "),
-    "LLaMA-Factory's preferences": (messages(ASK, ANSWER, chosen=MORE, rejected=ANSWER), "chosen", "one answer, got "),
     **{
         f"a row's {name} {value!r}": (messages(ASK, ANSWER, **{name: value}), name, MARKED)
         for name, value in (
@@ -193,7 +191,6 @@ REFUSED = {
     "a turn's channel": (said(channel="analysis"), "messages[1].channel", "an answer's thinking"),
     "lists of texts": ({"prompt": ["u"] * 2, "completion": ["a"] * 2}, "prompt", "one text, got 2 here and in comp"),
     "Python's repr": ({"prompt": "u", "completion": repr([ANSWER])}, "completion", "JSON of messages, got Python's "),
-    "preferences": ({"prompt": "u", "chosen": "a", "rejected": "b"}, None, "one answer, got chosen and rejected"),
     "an unknown form": ({"words": "x"}, None, "columns messages or conversations"),
 }
 
@@ -210,17 +207,6 @@ def test_raw_text_is_read_beside_other_names_and_on_request():
     assert parsed({"text": "u", "message_id": "x", "file_name": "a.txt"}).unread == ("message_id", "file_name")
     for name, value in {"role": "x", "image": "0.png", "label": 1}.items():
         assert parsed({"text": "u", name: value}, (("text", "text"),)).unread == (name,)
-
-
-def test_preferences_say_how_to_learn_the_chosen_answers():
-    pairs = {"prompt": "u", "chosen": "a", "rejected": "b"}
-    whole = {"chosen": [ASK, ANSWER], "rejected": [ASK, MORE]}
-    alpaca = {"instruction": "u", "chosen": "a", "rejected": "b"}
-    for row, way in ((pairs, "completion=chosen"), (whole, "messages=chosen"), (alpaca, "output=chosen")):
-        with pytest.raises(RowRefused, match=f"preferences are not trained here; .* --columns {way}"):
-            parsed(row)
-        got = parse_row((tuple(way.split("=")),), "every", None, row)
-        assert (got.example.answer, got.unread) == (ANSWER, ("rejected",))
 
 
 FORMS = "messages or conversations, prompt and completion, instruction and output, or text"

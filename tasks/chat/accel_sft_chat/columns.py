@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from accel_sft import RowProblem
+from accel_sft import RowLeftOut, RowProblem
 from accel_sft_chat.images import with_images
-from accel_sft_chat.keys import AS_JSON, SWITCHES, Remarks, RowRefused, is_empty, preferred, refused_in
+from accel_sft_chat.keys import AS_JSON, SWITCHES, Remarks, RowRefused, is_empty, refused_in
 from accel_sft_chat.messages import IN_PROMPT, Turn, content_of, read_turns
 from accel_sft_chat.turns import JOINED
 from accel_sft_chat.values import json_in, kind, text_of
@@ -26,6 +26,8 @@ COLUMNS = {
     "instruction": ("instruction", "question"),
     "input": ("input", "context"),
     "output": ("output", "response"),
+    "chosen": ("chosen", "chosen_response", "preferred_output"),
+    "rejected": ("rejected", "rejected_response", "rejected_messages", "non_preferred_output"),
     "history": ("history",),
     "system": ("system", "system_prompt"),
     "tools": ("tools", "functions"),
@@ -34,6 +36,13 @@ COLUMNS = {
 }
 """Names by which the column of each kind is recognized; `--columns` names a different column for a kind."""
 RAW_TEXT = "raw text"
+ONE_SIDED = "one of two answers, chosen or rejected, is missing or empty"
+RENDERED = re.compile(
+    r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<\|start\|>|\[INST\]|<\|(user|assistant)\|>|<｜(User|Assistant)｜>"
+    r"|^### ?(Human|User|Instruction|Assistant|Response):|^USER: .*ASSISTANT: |^Human: (?s:.{,4000}?)\n\nAssistant:",
+    re.MULTILINE,
+)
+"""Marks that chat templates write around turns, and those of Anthropic's hh-rlhf."""
 _LISTS = ("conversation", "dialogue", "dialog", "contents")
 """Columns with these names have messages only if they hold a list: some data sets have a text in them."""
 _VARIABLES = "chat_template_kwargs"
@@ -60,6 +69,7 @@ class RowTurns(NamedTuple):
         notes: what was done to the row, and which columns of `--columns` it lacks.
         unread: names of the row's keys that are not read.
         variables: variables that the row sets in the chat template.
+        rejected: a worse answer than the last turn, which is then the only one to learn; None without any.
     """
 
     form: str
@@ -69,6 +79,7 @@ class RowTurns(NamedTuple):
     notes: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     variables: dict[str, Any] | None = None
+    rejected: list[Turn] | None = None
 
 
 def named_columns(text: str | None) -> tuple[tuple[str, str], ...]:
@@ -101,16 +112,18 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
     Raises:
         RowProblem: a field does not hold what it should.
         RowRefused: the form is unknown, or a column says what to learn in a way that this task does not support.
+        RowLeftOut: the form is unknown, and one of two answers is missing.
     """
     named, remarks, given = dict(columns), Remarks(), row
-    row = row if columns else _unwrapped(row)
+    row = row if columns else unwrapped(row)
     if "" in row:  # _recognised returns "" for an absent column
         remarks.look({"": row[""]}, (), {})
         row = {key: value for key, value in row.items() if key}
-    keys = tuple(key for key, value in row.items() if key not in _LISTS or isinstance(value, list))
-    column, forms = _recognised(keys, tuple(key for key in keys if not is_empty(row[key])), columns)
+    column, forms = recognised(row, columns)
     form = next((form for form in forms if row[column(form[0])] is not None), None)
     if form is None:
+        if not forms and (column("chosen") or column("rejected")) and {*named.values()} <= row.keys():
+            raise RowLeftOut(ONE_SIDED)
         raise _unknown(row, named.values(), has_form=bool(forms))
     first = column(form[0])
     others = [column(what) for what in ("system", "tools", "images")]
@@ -164,16 +177,23 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
     return RowTurns(form, turns, system_text, tools, all_notes, tuple(remarks.unread), _variables(row))
 
 
-def _unwrapped(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row with `messages`, from an OpenAI batch request or made of xLAM's query and calls; else the row itself."""
-    body = row.get("body")
+def unwrapped(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row with `messages`, from OpenAI's requests or preferences or made of xLAM's query and calls; else the row."""
+    outer = "input" if "preferred_output" in row else "body"
+    body = row.get(outer)
     if isinstance(body, dict) and "messages" in body and "messages" not in row:
-        return {**{key: value for key, value in row.items() if key != "body"}, **body}
+        return {**{key: value for key, value in row.items() if key != outer}, **body}
     if row.keys() >= {"query", "answers", "tools"} and "messages" not in row:
         answer = {"role": "assistant", "content": None, "tool_calls": row["answers"]}
         rest = {key: value for key, value in row.items() if key not in ("query", "answers")}
         return {"messages": [{"role": "user", "content": row["query"]}, answer], **rest}
     return row
+
+
+def recognised(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...]) -> tuple[Callable[[str], str], list[Any]]:
+    """The column of each kind in a row ("" if there is none), and the forms that the row may have."""
+    keys = tuple(key for key, value in row.items() if key not in _LISTS or isinstance(value, list))
+    return _recognised(keys, tuple(key for key in keys if not is_empty(row[key])), columns)
 
 
 @functools.lru_cache(64)  # most files have few sets of columns
@@ -201,8 +221,6 @@ def _unknown(row: Mapping[str, Any], named: Iterable[str], *, has_form: bool) ->
     there = ", ".join(key[:80] + " (null)" * (row[key] is None) for key in list(row)[:_SHOWN]) or "none"
     if absent := [name for name in named if name not in row]:
         return RowRefused(None, f"a column {' and '.join(absent)}, which --columns names, got {there}")
-    if row.keys() >= {"chosen", "rejected"}:
-        return RowRefused(None, preferred(row))
     return (RowProblem if has_form else RowRefused)(
         None,
         "columns messages or conversations, prompt and completion, instruction and output, or text, "
@@ -227,7 +245,7 @@ def _system(row: Mapping[str, Any], column: str, remarks: Remarks) -> str:
     value = row.get(column)
     if not value:
         return ""
-    held = _messages_in(value) or (value if isinstance(value, list) else [value])
+    held = messages_in(value) or (value if isinstance(value, list) else [value])
     if all(isinstance(text, str) for text in held):
         texts = held
     elif all(map(_is_message, held)):
@@ -254,7 +272,7 @@ def _rows_in(*columns: Any) -> int:
 
 def _pair(row: Mapping[str, Any], prompt: str, completion: str, remarks: Remarks) -> list[Turn]:
     """The turns of a prompt and a completion, each a text or a list of messages; turns of the prompt are not learnt."""
-    prompt_turns, answer_turns = _messages_in(row[prompt]), _messages_in(row[completion])
+    prompt_turns, answer_turns = messages_in(row[prompt]), messages_in(row[completion])
     turns = (
         read_turns(prompt_turns, prompt, remarks)[0]
         if prompt_turns
@@ -301,7 +319,7 @@ def _turns_of_pairs(value: Any) -> list[Turn]:
     return [{"role": role, "content": pair[name]} for pair in value for name, role in roles.items()]
 
 
-def _messages_in(value: Any) -> list[Any] | None:
+def messages_in(value: Any) -> list[Any] | None:
     """The messages in a list, in one message, or in a list's JSON text (as in a CSV cell); None if `value` is a text.
 
     A list of other values (or its JSON text) counts as a text: data that the model is to read or to answer with.

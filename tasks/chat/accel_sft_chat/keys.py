@@ -23,11 +23,10 @@ _MASKS = dict.fromkeys(
     ("loss_mask", "loss_masks", "completion_mask", "assistant_mask", "assistant_masks", "prompt_mask"), _MASK
 )
 _WEIGHTS = dict.fromkeys(("loss_scale", "loss_weight"), _MARK)
-_NO_PREFERENCES = "preferences are not trained here; to learn"
 _JUDGED = (
-    f"no judgment of the answer: {_NO_PREFERENCES} the good answers alone, keep rows with true and drop this column"
+    "no judgment of the answer: preferences are learnt from pairs (--loss dpo, columns chosen and rejected); to learn "
+    "the good answers alone, keep rows with true and drop this column"
 )
-_SECOND = f"one answer: {_NO_PREFERENCES} the other answer alone, drop this column"
 SWITCHES = dict.fromkeys(
     ("enable_thinking", "thinking_budget", "reasoning_effort"), "this key within the object chat_template_kwargs"
 )
@@ -49,14 +48,12 @@ AS_JSON = "with numbers, lists or objects in place of texts, which are read as J
 
 def refused_in(row: Mapping[str, Any]) -> dict[str, str]:
     """Maps each refused column to what is expected in its place; some columns are refused only for certain values."""
-    refused = {**VIDEOS, **_MASKS, **SWITCHES, **dict.fromkeys(("rejected_response", "rejected_messages"), _SECOND)}
+    refused = {**VIDEOS, **_MASKS, **SWITCHES}
     refused |= {name: _JUDGED for name in ("label", "kto_tag") if isinstance(_in_cell(row.get(name)), bool)}
     for name in _ROW_MARKS:
         value = _in_cell(row.get(name))  # 1 or true changes nothing, unless the column is a mask
         if isinstance(value, (int, float, list)) and (value != 1 or (name == "mask" and value is True)):
             refused[name] = f"{_MARK}; marks of whole rows are not read"
-    if row.get("rejected") is not None and row.get("chosen") is not None:
-        refused["chosen"] = preferred(row)
     if row.get("input_ids") is not None:
         refused["labels"] = _MASK
     return refused
@@ -68,15 +65,6 @@ def _in_cell(value: Any) -> Any:
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(value.strip().lower())
     return value
-
-
-def preferred(row: Mapping[str, Any]) -> str:
-    """What is expected in place of `chosen` and `rejected`."""
-    is_whole_chat = isinstance(row["chosen"], list) and "prompt" not in row
-    what = "messages" if is_whole_chat else "output" if "instruction" in row else "completion"
-    ends_messages = not is_whole_chat and not row.keys().isdisjoint(("messages", "conversations"))
-    way = "put them into the messages" if ends_messages else f"--columns {what}=chosen"
-    return f"one answer, got chosen and rejected: {_NO_PREFERENCES} the chosen alone: {way}"
 
 
 class RowRefused(RowProblem):

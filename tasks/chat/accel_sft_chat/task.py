@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from accel_sft import MISSING_VALUES, ParsedRow, RowLeftOut, RowProblem, Task, UserError, option, read_rows
-from accel_sft_chat.columns import RAW_TEXT, named_columns, read_row
+from accel_sft_chat.columns import RAW_TEXT, RENDERED, named_columns
 from accel_sft_chat.images import as_parts
 from accel_sft_chat.keys import RowRefused, without_numbers
 from accel_sft_chat.metrics import METRICS, UNANSWERED, comparable, comparable_text, matching, without_thinking
+from accel_sft_chat.preferences import read_pair
 from accel_sft_chat.turns import LEARN, Dialogue, dialogue
 
 _SHARE, _MOST = 0.05, 500
@@ -38,12 +39,6 @@ _FILES = (
 )
 _UNSHOWN = re.compile(r", got (['\"]|-?\d+\.\d).*|[:,]? \(.*", re.DOTALL)
 """The part of a problem that differs from row to row; without it, equal problems are counted together."""
-_RENDERED = re.compile(
-    r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<\|start\|>|\[INST\]|<\|(user|assistant)\|>|<｜(User|Assistant)｜>"
-    r"|^### ?(Human|User|Instruction|Assistant|Response):|^USER: .*ASSISTANT: ",
-    re.MULTILINE,
-)
-"""Marks that chat templates write around turns."""
 _RENDERED_TEXT = (
     "with the marks of a chat template in their text: give their messages or, if the marks are the model's own tokens, "
     "--control-tokens tokens"
@@ -139,10 +134,15 @@ class Chat(Task):
 
     def target(self, example: Dialogue) -> str | list[dict[str, Any]]:
         """The answer's text, or the turns from the first to the last learnt turn."""
-        plain = len(example.answered) == 1 and example.answer.keys() == {"role", "content"}
+        answers = [*example.answered, *(example.rejected or ())]
+        plain = len(example.answered) == 1 and all(turn.keys() == {"role", "content"} for turn in answers)
         if not example.prompt or (plain and example.prompt[-1]["role"] != "assistant"):
             return example.answer["content"]
         return as_parts(example.answered)
+
+    def rejected(self, example: Dialogue) -> str | list[dict[str, Any]] | None:
+        is_text = example.rejected and isinstance(self.target(example), str)
+        return example.rejected[0]["content"] if is_text else example.rejected
 
     def tools(self, example: Dialogue) -> list[dict[str, Any]] | None:
         return example.tools
@@ -265,21 +265,22 @@ def parse_row(
         RowLeftOut: nothing in the row can be learnt.
     """
     try:
-        read = read_row(row, columns, folder)
+        read = read_pair(row, columns, folder)
     except RowProblem as problem:
         if strict or isinstance(problem, RowRefused):
             raise
         raise RowLeftOut(f"malformed ({_UNSHOWN.sub('', without_numbers(str(problem)))})") from problem
     last_lines = [turn["content"].rpartition("\n")[2] for turn in read.turns if turn["role"] == "user"]
-    texts = map(str.strip, [*last_lines, *(turn["content"] for turn in read.turns)])
+    texts = map(str.strip, [*last_lines, *(turn["content"] for turn in (*read.turns, *(read.rejected or ())))])
     missing = [f"with a text that is {text!r}, which is learnt as a word" for text in texts if text in MISSING_VALUES]
     if read.form.startswith(RAW_TEXT):
         text = read.turns[0]["content"]
         if not text.strip():
             raise RowLeftOut("the text is empty")
-        rendered = [_RENDERED_TEXT] if _RENDERED.search(text) else []
+        rendered = [_RENDERED_TEXT] if RENDERED.search(text) else []
         notes = (f"read as {read.form}", *read.notes, *missing[:1], *rendered)
         return ParsedRow(Dialogue([], read.turns, None), "", notes, read.unread)
+    learn = "last" if read.rejected else learn
     made, notes = dialogue(read.turns, read.system_text, read.tools, learn, system_prompt)
-    made = made._replace(variables=read.variables)
+    made = made._replace(variables=read.variables, rejected=read.rejected)
     return ParsedRow(made, made.question, (f"read as {read.form}", *read.notes, *missing[:1], *notes), read.unread)

@@ -27,12 +27,14 @@ class Dialogue(NamedTuple):
         answered: the turns from the first to the last learnt turn; an assistant turn that is not learnt has weight 0.
         tools: the schemas of tools; None if there are none.
         variables: variables that the row sets in the chat template; None without any.
+        rejected: a worse answer than `answered`, one turn as that is; None without any.
     """
 
     prompt: list[Turn]
     answered: list[Turn]
     tools: list[dict[str, Any]] | None
     variables: dict[str, Any] | None = None
+    rejected: list[Turn] | None = None
 
     @property
     def answer(self) -> Turn:
@@ -82,10 +84,10 @@ def dialogue(
     if any(turn["role"] != "assistant" for turn in turns[learnt[-1] + 1 :]):
         notes[TRAILING] = None
     marked = [
-        {**_unmarked(turn), **({"weight": 0} if turn["role"] == "assistant" and at not in learnt else {})}
+        {**unmarked(turn), **({"weight": 0} if turn["role"] == "assistant" and at not in learnt else {})}
         for at, turn in enumerate(turns[: learnt[-1] + 1])
     ]
-    prompt = [_unmarked(turn) for turn in marked[: learnt[0]]]
+    prompt = [unmarked(turn) for turn in marked[: learnt[0]]]
     return Dialogue(prompt, marked[learnt[0] :], tools), tuple(notes)
 
 
@@ -133,7 +135,7 @@ def _learnt(turns: list[Turn], learn: str, notes: dict[str, None]) -> list[int]:
     for at, turn in enumerate(turns):
         if turn["role"] != "assistant":
             continue
-        if not (turn["content"].strip() or turn.get("tool_calls") or turn.get("reasoning_content", "").strip()):
+        if not says_something(turn):
             notes[EMPTY] = None
         elif turn.get(IN_PROMPT):
             continue
@@ -144,7 +146,13 @@ def _learnt(turns: list[Turn], learn: str, notes: dict[str, None]) -> list[int]:
     return learnt[-1:] if learn == "last" else learnt
 
 
-def _unmarked(turn: Turn) -> Turn:
+def says_something(turn: Turn) -> bool:
+    """Whether a turn has a text, a tool call or thinking."""
+    return bool(turn["content"].strip() or turn.get("tool_calls") or turn.get("reasoning_content", "").strip())
+
+
+def unmarked(turn: Turn) -> Turn:
+    """A turn without the keys that say whether it is learnt."""
     return {name: value for name, value in turn.items() if name not in ("weight", IN_PROMPT)}
 
 
