@@ -90,10 +90,13 @@ def _fetched(name: str, revision: str | None) -> str:
     """Return the folder in the hub's cache with this revision of a hub id; `name` itself if there is no revision."""
     if not revision or Path(name).exists():
         return name
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 
     with errors_explained(name):
-        return str(snapshot_download(name, revision=revision, ignore_patterns=_NOT_READ))
+        # before 2.2, huggingface_hub asks for a commit's list of files even offline
+        cached = constants.HF_HUB_OFFLINE and try_to_load_from_cache(name, "config.json", revision=revision)
+        local = isinstance(cached, str)
+        return str(snapshot_download(name, revision=revision, ignore_patterns=_NOT_READ, local_files_only=local))
 
 
 def hub_place(name: str) -> tuple[str, str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import glob
 import itertools
@@ -234,16 +235,23 @@ def load_dataset(name: str, use: str) -> tuple[Any, list[str]]:
     """The `datasets.Dataset` called `name`. If `name` has no split, `use` decides, and a line names the others."""
     try:
         import datasets
+        from datasets.packaged_modules.cache.cache import Cache
     except ImportError:
         raise UserError(
             f"{name}: not a file or folder; to read it as a data set of the hub: pip install datasets"
         ) from None
     parts = _NAME.fullmatch(name)
     assert parts  # callers ask `is_dataset_name` first
-    split = parts["split"]
+    split, revision = parts["split"], parts["revision"]
     of_split = f", split {split}" if split else ""
     try:
-        loaded = datasets.load_dataset(parts["id"], parts["config"], split=split, revision=parts["revision"])
+        builder = datasets.load_dataset_builder(parts["id"], parts["config"], revision=revision)
+        # if the hub does not answer, `datasets` reads the newest revision in its cache, whichever is asked for; before
+        # 4.5 also if the hub has no such revision
+        if revision and isinstance(builder, Cache) and builder.hash != _cached_commit(parts["id"], revision):
+            raise ValueError(f"no revision {revision} was found; the newest one in the cache is {builder.hash}")
+        builder.download_and_prepare()
+        loaded = builder.as_dataset(split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = one_line(f"{type(error).__name__}: {' '.join(str(error).split())}", LONGEST_ERROR)
         raise UserError(
@@ -254,3 +262,13 @@ def load_dataset(name: str, use: str) -> tuple[Any, list[str]]:
         return loaded, []
     split, lines = chosen_split(name, [*loaded], use)
     return loaded[split], lines
+
+
+def _cached_commit(id: str, revision: str) -> str | None:
+    """Return the commit that a data set's branch, tag or commit is in the hub's cache; None if it is not cached."""
+    from huggingface_hub import snapshot_download
+
+    with contextlib.suppress(OSError):
+        folder = snapshot_download(id, repo_type="dataset", revision=revision, allow_patterns=[], local_files_only=True)
+        return Path(folder).name
+    return None

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from fake_hub import hub
+from fake_hub import COMMIT, hub
 from parsers import answer
 from places import SUPPORT
 
@@ -260,8 +260,11 @@ def test_data_set_is_read_from_the_hub_at_hf_endpoint(tmp_path):
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | home
         how = {"env": {**environment, "PYTHONPATH": paths}, "cwd": tmp_path, "capture_output": True, "text": True}
         done = subprocess.run([sys.executable, "-c", SCRIPT, *names], **how)
-    assert done.returncode == 0, done.stderr[-4000:]
-    printed = json.loads(done.stdout)
+        how["env"]["HF_HUB_OFFLINE"] = "1"
+        pinned = ["org/sums@v1:test", f"org/sums@{COMMIT}:test", "org/sums@v0:test"]
+        offline = subprocess.run([sys.executable, "-c", SCRIPT, *pinned], **how)
+    assert done.returncode == offline.returncode == 0, done.stderr[-4000:] + offline.stderr[-4000:]
+    printed, cached = json.loads(done.stdout), json.loads(offline.stdout)
     assert printed["org/sums"] == [row["answer"] for row in ROWS]
     assert printed["org/sums:test"] == printed["org/sums:main:test"] == ["99"]
     assert printed["places"] == ["org/sums row 1", "org/sums row 3"]
@@ -276,6 +279,8 @@ def test_data_set_is_read_from_the_hub_at_hf_endpoint(tmp_path):
     answers = [row["answer"] for row in ROWS]
     assert [printed[name] for name in names[6:]] == [answers[:2], answers[-1:], ["99"], printed["org/sums@v0:test"]]
     assert printed["org/sums@v0:test"].startswith("org/sums@v0:test: not a file or folder, and the hub gives no")
+    assert [cached[name] for name in pinned[:2]] == [["99"], ["99"]]
+    assert f"no revision v0 was found; the newest one in the cache is {COMMIT}" in cached["org/sums@v0:test"]
 
 
 def test_without_the_library_a_line_says_what_to_install(monkeypatch, tmp_path):
