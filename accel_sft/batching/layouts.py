@@ -30,7 +30,7 @@ import torch
 from accel_sft.batching import collate
 from accel_sft.batching.collate import Batch
 from accel_sft.batching.loss import HEADS
-from accel_sft.chat.encoded import Encoded, Pair
+from accel_sft.chat.encoded import Encoded, Pair, sequences
 from accel_sft.io.text import common_length
 from accel_sft.models.architecture import arguments, cache_argument, limited_layers, without_adapter
 from accel_sft.models.prefix_attention import installed
@@ -208,11 +208,6 @@ LAYOUTS: tuple[Layout, ...] = (
 """All layouts. If several have the same name, a model gets the first of them that it computes exactly."""
 WHAT = {"shared": "one copy of what rows share", "packed": "rows in one sequence", "padded": "each row by itself"}
 """The layouts in words, for messages."""
-
-
-def sequences(examples: Sequence[Encoded]) -> list[Encoded]:
-    """All rows of the examples, each without a branch."""
-    return [row for example in examples for row in example.sequences]
 
 
 def _longest(examples: Sequence[Encoded]) -> int:

@@ -16,6 +16,7 @@ EMPTY_ANSWER = "left out: the answer is empty"
 NOTHING_TO_LEARN = "left out: the tokenizer leaves nothing of the answer to learn"
 NO_PROMPT = "left out: the chat template writes no prompt"
 NO_REJECTED = "left out: it has no rejected answer"
+UNPAIRED = "it has a rejected answer, which --loss sft does not learn from; add --loss dpo, or remove these answers"
 EQUAL_ANSWERS = "left out: the chosen and the rejected answer are equal"
 _SHOWN = 5
 
@@ -78,6 +79,11 @@ class Pair(Encoded):
         prompt, begin = self.forks_at, self.prompt_length
         rejected = [*self.input_ids[:prompt], *self.input_ids[begin:]]
         return Encoded(self.index, self.input_ids[:begin], prompt), Encoded(self.index, rejected, prompt)
+
+
+def sequences(rows: Sequence[Encoded]) -> list[Encoded]:
+    """The `sequences` of all rows, in order."""
+    return [sequence for row in rows for sequence in row.sequences]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,6 +49,7 @@ class TokenStore(Sequence[Encoded]):
         lengths: tokens of each row, int32.
         supervised, answers: `Encoded.supervised_tokens` and `Encoded.answer_tokens` of each row, int32; for a pair, the
             tokens of both answers, and those of the chosen one.
+        longest: tokens of each row's longest sequence, int32: `lengths`, but for pairs without the shorter answer.
         examples: number of examples, which is smaller than the number of rows if some examples have several rows.
         pictured: indices of the rows that have images, in order, int64.
     """
@@ -57,7 +58,7 @@ class TokenStore(Sequence[Encoded]):
         self, folder: Path, fingerprint: str, source: ImageSource | None = None, *, pairs: bool = False
     ) -> None:
         self.fingerprint, self.source = fingerprint, source
-        self._kind = Pair if pairs else Encoded
+        self.pairs = pairs
         self._maps = [_mapped(folder / name) for name in FILES]
         self._rows = np.frombuffer(self._maps[0], _ROW)
         self._ids, self._earlier = (np.frombuffer(data, "<i4") for data in self._maps[1:])
@@ -66,7 +67,9 @@ class TokenStore(Sequence[Encoded]):
         self.answers = self.lengths - np.maximum(self._rows["prompt"], 1)
         sums = _offsets(self._earlier[1::2] - self._earlier[::2])
         self.supervised = self.answers + np.diff(sums[self._earlier_offsets // 2]).astype(np.int32)
+        self.longest = self.lengths
         if pairs:
+            self.longest = self.lengths - np.minimum(self.answers, self.supervised - self.answers)
             self.answers = self.supervised - self.answers
         indices = self._rows["index"]
         self.examples = len(indices) - int((indices[1:] == indices[:-1]).sum())
@@ -85,13 +88,13 @@ class TokenStore(Sequence[Encoded]):
         places = np.fromiter(rows, np.int64)
         begins, ends = self._offsets[places].tolist(), self._offsets[places + 1].tolist()
         firsts, lasts = self._earlier_offsets[places].tolist(), self._earlier_offsets[places + 1].tolist()
-        encoded = []
+        encoded, kind = [], Pair if self.pairs else Encoded
         for number, (index, prompt, _, _, count, digest) in enumerate(self._rows[places].tolist()):
             ids = self._ids[begins[number] : ends[number]].tolist()
             bounds = self._earlier[firsts[number] : lasts[number]].tolist()
             earlier = tuple(zip(bounds[::2], bounds[1::2], strict=True))
             images = RowImages(index, count, np.array(digest, "<i4").tobytes(), self.source) if count else None
-            encoded.append(self._kind(index, ids, prompt, earlier, images))
+            encoded.append(kind(index, ids, prompt, earlier, images))
         self._release_pages()
         return encoded
 
@@ -144,7 +147,7 @@ class TokenStore(Sequence[Encoded]):
             ids = self._ids[offsets[0] : offsets[-1]]
             earlier = self._earlier[earlier_offsets[0] : earlier_offsets[-1]]
             parts = offsets - offsets[0], ids, earlier_offsets - earlier_offsets[0], earlier
-            yield Columns(begin, rows["prompt"], rows["index"], *parts)
+            yield Columns(begin, earlier[::2] if self.pairs else rows["prompt"], rows["index"], *parts)
             self._release_pages()
             begin = end
 

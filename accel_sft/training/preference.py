@@ -19,9 +19,9 @@ from torch.nn import functional
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.collate import Batch
 from accel_sft.batching.device_memory import forwards_alone, in_halves
-from accel_sft.batching.layouts import Batching, sequences
+from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll
-from accel_sft.chat.encoded import Encoded
+from accel_sft.chat.encoded import Encoded, sequences
 from accel_sft.data.token_store import TokenStore
 from accel_sft.evaluation.evaluator import evaluated_rows
 from accel_sft.io import cache

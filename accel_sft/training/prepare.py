@@ -16,7 +16,7 @@ from accel_sft.api.task import Task
 from accel_sft.batching.device_memory import forwards_alone
 from accel_sft.chat.conversation import limited_examples, read_split
 from accel_sft.chat.encode import blank_row
-from accel_sft.chat.encoded import Encoded
+from accel_sft.chat.encoded import UNPAIRED, Encoded
 from accel_sft.data.step_plan import StepPlan, check_sources, in_words, rows_by_source
 from accel_sft.data.token_store import StoredEncoding
 from accel_sft.data.tokenization import SplitEncoder
@@ -240,9 +240,8 @@ def _encoded(
     if loss == "sft":
         encodings = encode(train, "train"), encode(validation, "validation"), None
         if unpaired := encodings[0].unpaired:
-            problem = f"{len(unpaired):,} examples have a rejected answer, which --loss sft does not learn from"
-            line = f"train example {unpaired[0]}: {problem}; add --loss dpo, or remove the rejected answers"
-            raise UserError(*with_places([line], train, "train"))
+            others = f" (and {len(unpaired) - 1:,} more)" if unpaired[1:] else ""
+            raise UserError(*with_places([f"train example {unpaired[0]}{others}: {UNPAIRED}"], train, "train"))
         return encodings
     if sequence_ranks(assembly.accelerator) > 1:
         raise UserError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -152,6 +153,7 @@ def test_resumed_run_has_the_same_bits_with_and_without_its_cache(preferring, tm
 # --- which pairs are learnt, and what is refused ---
 
 EXAMPLES = {"right": ("12", "13"), "equal": ("12", "12"), "empty": ("12", " "), "long": ("12", "12 " * 60), "none": ()}
+EXAMPLES |= {"swapped": ("13", "12"), "again": ("12", "14")}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -174,7 +176,7 @@ class Answers(Task):
         return example[1]
 
     def score(self, example, text):
-        return {"exact": float(text == example[0])}
+        return {"exact": float(text == "12")}
 
 
 def encoded(tokenizer, given, rejected=None, **rules):
@@ -236,7 +238,7 @@ def test_odd_rejected_answers_are_refused(tokenizer, rejected, problem):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ((), "train example 0: 1 examples have a rejected answer, which --loss sft .* add --loss dpo"),
+        ((), "train example 0: it has a rejected answer, which --loss sft .* add --loss dpo"),
         (("--dpo-beta", "0.2"), "--dpo-beta works only with --loss dpo or ipo"),
         (("--loss", "dpo", "--given", "none"), "train: no example is left to use"),
         (("--loss", "dpo", "--dpo-beta", "0"), "--dpo-beta"),
@@ -247,3 +249,16 @@ def test_refusals(called, tmp_path, options, problem):
     run = called(f"{__file__}:Answers", *given, *options, run_dir=tmp_path / "run")
     assert run.status == 1
     run.says(problem)
+
+
+def test_check_knows_pairs(called):
+    given = ("--given", "right,again,equal,none,long,swapped", "--max-length", "60")
+    run = called("check", f"{__file__}:Answers", *given, "--loss", "dpo", "--json")
+    report, _ = json.JSONDecoder().raw_decode(run.output[run.output.index("{") :])
+    found = {(f["code"], row["index"]) for f in report["findings"] for row in f["rows"] if f["split"] == "train"}
+    assert found == {("D301", 4), ("D310", 3), ("D311", 2), ("D501", 5), ("D503", 5)}
+    (row, *_) = report["examples"]
+    assert row["text"].count("⟦") == 2
+    plain = called("check", f"{__file__}:Answers", "--given", "right")
+    plain.says("D205 .* it has a rejected answer")
+    assert plain.status == 1

@@ -121,9 +121,8 @@ class Audit:
         """Tokenize a split, and check its tokens."""
         examples, tokenizer, folder = self.splits[split], assembly.tokenizer, self.folder / f"tokens-{split}"
         folder.mkdir()
-        encoding = encode_split(
-            assembly.encode, examples, readable, split, self.findings, self.config.truncation, folder
-        )
+        encode = assembly.encode if self.config.loss == "sft" or split != "train" else assembly.encode.of_pairs()
+        encoding = encode_split(encode, examples, readable, split, self.findings, self.config.truncation, folder)
         self.encodings[split] = encoding
         if encoding is None:
             return
@@ -148,7 +147,8 @@ class Audit:
             grade = "warning" if isinstance(self.splits[split], Rows) or split == "validation" else "note"
             copies = tokens.report_copies(facts, split, self.findings, grade)
             first, accepted = tokens.first_with_same(facts.prompts), 0
-            for row in np.flatnonzero(~copies & (first < np.arange(len(first)))):
+            stored, again = self.encodings[split], ~copies & (first < np.arange(len(first)))
+            for row in np.flatnonzero(again) if stored and not stored.kept.pairs else ():  # pairs may share a prompt
                 index, other = int(facts.indices[first[row]]), int(facts.indices[row])
                 if scores.accepts(split, index, other):
                     accepted += 1
@@ -180,8 +180,8 @@ class Audit:
             would_train(weights, self.config, self.notes.append, images, new)
         positions = getattr(text, "max_position_embeddings", None) or float("inf")
         for split, store in stores.items():
-            for row in np.flatnonzero(store.lengths > positions).tolist():
-                detail = f"{store.lengths[row]:,} tokens, but the model has {positions:,} positions"
+            for row in np.flatnonzero(store.longest > positions).tolist():
+                detail = f"{store.longest[row]:,} tokens, but the model has {positions:,} positions"
                 self.findings.add("D602", split, store[row].index, detail)
 
     def _steps(self, train: StoredEncoding) -> dict[str, float] | None:

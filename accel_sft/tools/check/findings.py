@@ -65,6 +65,9 @@ D305 error: the token that begins a text (BOS) is there twice -> take it out of 
 D306 warning: the tokenizer has no token for some of the text -> replace these characters
 D307 error: no example is left to use -> fix the other findings of this split
 D309 warning: the chat template writes no prompt; left out -> see what the chat template makes of these rows
+D310 warning: there is no rejected answer, and the row is left out -> give one, or take the row out
+D311 warning: the chosen and the rejected answer are equal, and the row is left out
+    -> correct one of the answers, or take the row out; if they were cut, raise --max-length
 D401 warning: an earlier row of the split has the same prompt and answer -> take the copies out
 D403 warning: an earlier row of the split has the same prompt, but another answer
     -> keep the right answer: the task does not score this answer as perfect for the earlier row
@@ -72,6 +75,7 @@ D404 error: a validation row is trained on too -> take it out of one of the spli
 D406 error: a validation prompt is trained on, but with another answer -> take it out of one of the splits
 D501 error: the expected answer is not scored as perfect -> fix it, or the task's score(): no model can do better
 D502 error: score() fails on the expected answer -> fix the row, or the task's score()
+D503 warning: the rejected answer is scored as better than the chosen one -> swap them, or correct the task's score()
 D601 error: the model has no embedding for a token of its tokenizer -> use the tokenizer that came with the weights
 D602 warning: more tokens than the model has positions -> lower --max-length to the number of positions
 """

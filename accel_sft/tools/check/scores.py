@@ -52,6 +52,7 @@ class OwnScores:
                 return
             if not math.isnan(value):
                 values[index] = value
+                self._compare_rejected(split, index, value, findings)
         if not values:
             return
         least, most, higher = min(values.values()), max(values.values()), self.task.higher_is_better
@@ -62,6 +63,20 @@ class OwnScores:
             if value != perfect and not self._is_perfect(split, scores[index]):
                 detail = f"{self.task.main_metric} {value:.4g}, not {perfect:.4g}: "
                 findings.add("D501", split, index, detail + shortened(self._answer(split, index) or ""), grade=grade)
+
+    def _compare_rejected(self, split: str, index: int, value: float, findings: Findings) -> None:
+        """Report an example whose rejected answer has a better value than its expected answer's `value`."""
+        chat = conversation(self.task, self.splits[split], split, index)
+        if not chat.rejected:
+            return
+        text = wanted(chat._replace(answer=chat.rejected), self._thinking)
+        try:
+            other = self._metric([scored(self.task, self.splits[split], index, text, split)])
+        except UserError:  # an answer that cannot be scored is no better
+            return
+        if other is not None and (other > value if self.task.higher_is_better else other < value):
+            detail = f"{self.task.main_metric} {other:.4g}, but {value:.4g} of the chosen answer: "
+            findings.add("D503", split, index, detail + shortened(text))
 
     def accepts(self, split: str, index: int, other: int) -> bool:
         """Whether the answer of example `other` is perfect for example `index` too."""

@@ -13,7 +13,16 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat.conversation import conversation, limited_examples, read_split
 from accel_sft.chat.dropped import AnswerDropped, NotAPrefix, TextDropped
-from accel_sft.chat.encoded import EMPTY_ANSWER, NO_PROMPT, NOTHING_TO_LEARN, Encoding
+from accel_sft.chat.encoded import (
+    EMPTY_ANSWER,
+    EQUAL_ANSWERS,
+    NO_PROMPT,
+    NO_REJECTED,
+    NOTHING_TO_LEARN,
+    UNPAIRED,
+    Encoding,
+    sequences,
+)
 from accel_sft.chat.template import Rejected
 from accel_sft.data.token_store import StoredEncoding
 from accel_sft.data.tokenization import SplitEncoder
@@ -24,6 +33,7 @@ from accel_sft.tools.check.texts import without_index
 
 SPLITS = ("train", "validation")
 _CODES = {Rejected: "D202", NotAPrefix: "D203", AnswerDropped: "D204", TextDropped: "D213"}
+_LEFT_OUT = {NOTHING_TO_LEARN: "D303", NO_PROMPT: "D309", NO_REJECTED: "D310", EQUAL_ANSWERS: "D311"}
 _TOKENIZED = 1 << 20
 """Maximum number of characters of a too long row that is tokenized in full: 10 MB of text would take gigabytes."""
 
@@ -111,12 +121,14 @@ def _report_left_out(
     """Report the rows that were left out or truncated, except rows with empty answers: `read_texts` reports these."""
     split, rules = encoding.split, encode.rules
     for reason, rows in encoding.left_out.items():
-        code = {rules.too_long: "D301", NOTHING_TO_LEARN: "D303", NO_PROMPT: "D309"}.get(reason, "D205")
+        code = {rules.too_long: "D301", **_LEFT_OUT}.get(reason, "D205")
         for row in rows if reason != EMPTY_ANSWER else ():
             grade = "error" if code == "D301" and truncation == "error" else None
             findings.add(code, split, row, reason if code == "D205" else "", grade=grade)
     for row in encoding.cut:
         findings.add("D302", split, row)
+    for row in encoding.unpaired if split == "train" else ():
+        findings.add("D205", split, row, UNPAIRED)
     if too_long := (*encoding.left_out.get(rules.too_long, ()), *encoding.cut):
         code = "D302" if encoding.cut else "D301"
         findings.finding(code, split).also = _length_needed(encode, examples, too_long, split)
@@ -133,4 +145,4 @@ def _length_needed(encode: SplitEncoder, examples: Sequence[Any], too_long: Sequ
         return f"the longest text has {characters(longest):,} characters"
     rules = dataclasses.replace(encode.rules, max_length=1 << 40, truncation="drop")
     (part,) = encode.parts(examples, [longest], split, rules)
-    return f"the longest text has {max(len(row.input_ids) for row in part.kept):,} tokens"
+    return f"the longest text has {max(len(row.input_ids) for row in sequences(part.kept)):,} tokens"

@@ -141,7 +141,8 @@ def quick_findings(
         if np.median(encoding.kept.answers) <= _LABEL_TOKENS:
             for begin in range(0, _ROWS, _TOGETHER):
                 for row_tokens in encoding.kept[begin : begin + _TOGETHER]:
-                    answer = decode(tuple(row_tokens.input_ids[row_tokens.prompt_length :]))
+                    first = row_tokens.sequences[0]
+                    answer = decode(tuple(first.input_ids[first.prompt_length :]))
                     labels.add(split, row_tokens.index, answer.rpartition("</think>")[2])
     labels.report(findings, is_complete=len(validation.kept) <= _ROWS)
     report_copies(facts["validation"], "validation", findings)
