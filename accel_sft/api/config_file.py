@@ -17,6 +17,7 @@ _HERE = """
 adapter: finetuning-type peft-type train-type tuner-type; chat-template: chat-template-path;
 attn-implementation: attn-impl flash-attention flash-attn sdp-attention xformers-attention;
 dtype: infer-dtype torch-dtype; epochs: num-epochs num-train-epochs; eval-batch-size: per-device-eval-batch-size;
+dpo-beta: beta pref-beta rl-beta; loss: loss-type pref-loss;
 eval-every: eval-steps eval-strategy evals-per-epoch evaluation-strategy; eval-limit: max-eval-samples;
 hang-timeout: ddp-timeout; init-from: adapter-name-or-path adapters lora-model-dir;
 keep-checkpoints: save-total-limit; learning-rate: lr; load-in-4bit: quant-bits quantization-bit;
@@ -58,13 +59,16 @@ max-samples = it is --train-limit here for training, and --eval-limit for evalua
 metric-for-best-model = the task chat takes --metric
 neftune-alpha neftune-noise-alpha = leave it out: noise on embeddings (NEFTune) is not offered
 overwrite-output-dir = name a new --output-dir, or continue the run in it with --resume auto
-rl rlhf-type stage = leave it out: supervised fine-tuning is the only stage here
+pref-ftx rpo-alpha = --dpo-sft-weight adds the loss of the chosen answers
+ref-model ref-model-name-or-path = leave it out: the model before step 1 is the reference
+rl rlhf-type stage = leave it out: --loss sft, dpo or ipo says what is learnt
 split-dataset-ratio val-set-size val-size = the task chat takes --held-out
 template template-type = the model's own chat template is used; --chat-template names another
 use-lora use-peft = --adapter lora trains an adapter
 """
 _COMMANDS = """
-cpo dpo grpo kto orpo ppo reward rlhf rloo rm simpo = preferences are not trained here; `accel-sft chat` learns answers
+dpo ipo = `accel-sft chat --loss dpo --train-file PAIRS` learns from rows with prompt, chosen and rejected
+cpo grpo kto orpo ppo reward rlhf rloo rm simpo = not offered; pairs are learnt by `accel-sft chat --loss dpo`
 deploy vllm-serve = `accel-sft serve RUN` serves a model
 export merge-lora = `accel-sft merge RUN OUT` merges an adapter into its base
 fine-tune finetune llm-sft sft train = train on chat files with `accel-sft chat --model MODEL --train-file FILE`

@@ -39,8 +39,12 @@ def run(task: Task, out: str) -> None:
 
 def chat_row(chat: Conversation) -> dict[str, Any]:
     """Return a conversation or raw text as a row of a chat file; an assistant's turn without loss has `"weight": 0`."""
+    beside = {"tools": chat.tools, "chat_template_kwargs": chat.variables}
+    beside = {name: value for name, value in beside.items() if value}
     if not chat.turns:
         return {"text": chat.target}
+    if chat.rejected:
+        return {"prompt": chat.turns, "chosen": [chat.answer], "rejected": [chat.rejected], **beside}
     if chat.continued:
         return {"prompt": chat.turns[0]["content"], "completion": chat.target}
     learnt = {*chat.learnt, len(chat.turns)}
@@ -48,8 +52,7 @@ def chat_row(chat: Conversation) -> dict[str, Any]:
         {**turn, "weight": 0} if turn["role"] == "assistant" and at not in learnt else turn
         for at, turn in enumerate((*chat.turns, chat.answer))
     ]
-    beside = {"tools": chat.tools, "chat_template_kwargs": chat.variables}
-    return {"messages": messages, **{name: value for name, value in beside.items() if value}}
+    return {"messages": messages, **beside}
 
 
 def _write(task: Task, split: str, path: Path) -> int:

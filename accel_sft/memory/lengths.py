@@ -64,7 +64,7 @@ def read(task: Task, config: TrainConfig) -> Lengths:
     entry = cache.find(_KIND, _key(task, config))
     if entry:
         return Lengths(**entry[1])
-    most = config.max_length or 0
+    most = (config.max_length or 0) * (1 if config.loss == "sft" else 2)  # a pair has two answers
     return Lengths(most, most, most, most, source="--max-length, because the data has not been tokenized here")
 
 

@@ -166,7 +166,7 @@ class Trainer:
         """Set the loss of pairs. Called before a checkpoint is loaded, because the reference is the initial model."""
         initial = InitialModel(self.accelerator, self.model, self.train_step.batching, self.prepared, self.tracker.log)
         self.train_step.objective = initial.train_loss()
-        if self.prepared.pairs:
+        if self.prepared.pairs and self.config.eval_every != "off":
             self.evaluator.further = initial.validation_metrics(self.prepared.pairs.kept)
 
     def train(self) -> None:

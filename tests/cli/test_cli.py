@@ -100,7 +100,7 @@ def test_broken_task_is_listed_and_fails_alone(run, site):
     ("words", "status", "message"),
     [
         ("god", 2, "no task or tool 'god'; did you mean good?"),
-        ("dpo --model m", 2, "Error: no task or tool 'dpo'; preferences are not trained here"),
+        ("dpo --model m", 2, "Error: no task or tool 'dpo'; `accel-sft chat --loss dpo --train-file PAIRS` learns"),
         ("good --learning-rat 1", 2, "--learning-rate"),
         ("--hlep", 2, "Did you mean '--help'"),
         ("plan --model x", 1, "--model: name a task before its options, as in `accel-sft plan TASK --model ...`"),
