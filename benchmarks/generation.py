@@ -1,7 +1,7 @@
 """Answers per second of accel_sft's evaluation and of plain transformers, on the same questions and the same model.
 
     python benchmarks/generation.py [--shape NAME ...] [--questions 128] [--rounds 3] [--alone] [--lora]
-        [--unforeseen] [--smoke]
+        [--unforeseen] [--samples 8] [--smoke]
 
 All ways answer in turns in one process, in every round; medians over the rounds and their ratios are printed as a
 table. They must give the same tokens: the same work is done.
@@ -10,6 +10,10 @@ Random weights hardly ever end a turn. The random head is therefore replaced: wi
 from the question's last word and ends after zero, so a question says how long its answer is. The rest is computed as
 usual. Rows are sorted by the lengths of expected answers, which the model gives exactly; with `--unforeseen` the
 expected answers are those of other questions, as if the model had learnt nothing yet.
+
+With `--samples N`, each question gets N sampled answers: by `accel-sft sample`'s sampler, and by `generate` with
+`num_return_sequences=N`, one question at a time and 64 rows at a time. The head is then so large that the likeliest
+token is always drawn: the work is that of sampling, and the tokens can still be compared.
 """
 
 from __future__ import annotations
@@ -32,8 +36,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Gene
 
 import shapes  # noqa: E402
 import smoke  # noqa: E402
+from accel_sft.api.tool_configs import SampleConfig  # noqa: E402
 from accel_sft.chat.encoded import Encoded  # noqa: E402
 from accel_sft.evaluation.generate import Generator, common_prefix  # noqa: E402
+from accel_sft.evaluation.sampling import Sampler  # noqa: E402
 from accel_sft.models.architecture import cache_argument  # noqa: E402
 
 SHAPES = {
@@ -44,6 +50,9 @@ SHAPES = {
 }
 EMBEDDINGS_TIMES = 10
 """Factor on the embeddings, so that the last word decides the next word, whatever the random layers add to it."""
+
+CERTAIN_TIMES = 100
+"""Factor on the head for sampling: the likeliest token is then drawn each time."""
 
 
 def count_down(model: torch.nn.Module, words: list[int], end: int) -> None:
@@ -71,10 +80,13 @@ def questions(shape: shapes.Shape, count: int, tokenizer: object, words: list[in
 class Transformers:
     """Plain `generate` on `rows` questions at a time, optionally with their common prefix already in the cache."""
 
-    def __init__(self, model: torch.nn.Module, tokenizer: object, rows: int, most: int, prefix: int = 0) -> None:
+    def __init__(
+        self, model: torch.nn.Module, tokenizer: object, rows: int, most: int, prefix: int = 0, samples: int = 0
+    ) -> None:
         self.model, self.tokenizer, self.rows, self.prefix = model, tokenizer, rows, prefix
+        self.samples = samples or 1
         self.settings = GenerationConfig(
-            do_sample=False,
+            **({"do_sample": True, "top_k": 0, "num_return_sequences": samples} if samples else {"do_sample": False}),
             max_new_tokens=most,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
@@ -95,9 +107,10 @@ class Transformers:
             output = self.model.generate(
                 torch.tensor(ids), attention_mask=torch.tensor(mask), generation_config=self.settings, **cache
             )
-            for example, answer in zip(batch, output[:, longest:].tolist(), strict=True):
-                end = self.tokenizer.eos_token_id
-                answers[example.index] = answer[: answer.index(end) + 1] if end in answer else answer
+            for number, answer in enumerate(output[:, longest:].tolist()):
+                end, example = self.tokenizer.eos_token_id, batch[number // self.samples]
+                whole = answer[: answer.index(end) + 1] if end in answer else answer
+                assert answers.setdefault(example.index, whole) == whole, "samples differ"
         return answers
 
     def _cache(self, prefix: list[int], rows: int) -> DynamicCache:
@@ -120,6 +133,27 @@ def contestants(model: torch.nn.Module, tokenizer: object, examples: list[Encode
         "`generate`, 64 rows after a cached instruction": Transformers(model, tokenizer, 64, most, shared),
         "`generate`, 64 rows": Transformers(model, tokenizer, 64, most),
         "`generate`, one question at a time": Transformers(model, tokenizer, 1, most),
+    }
+
+
+def sampling(model: torch.nn.Module, tokenizer: object, examples: list[Encoded], samples: int) -> dict[str, Callable]:
+    """The ways to sample by name, accel_sft's first."""
+    most, config = max(example.supervised_tokens for example in examples), SampleConfig(samples=samples)
+    sampler = Sampler(Accelerator(cpu=True), tokenizer, model, None)
+    sampler.choose(examples, most)
+    print(f"{sampler.message}\n")
+
+    def ours(rows: list[Encoded]) -> dict[int, list[int]]:
+        sampled = sampler.sample(rows, most, config)
+        assert len(sampled) == samples * len(rows)
+        answers = {row.index: ids for row, _, ids, _ in sampled}
+        assert all(answers[row.index] == ids for row, _, ids, _ in sampled), "samples differ"
+        return answers
+
+    return {
+        "accel_sft": ours,
+        "`generate`, 64 rows": Transformers(model, tokenizer, max(64 // samples, 1), most, samples=samples),
+        "`generate`, one question at a time": Transformers(model, tokenizer, 1, most, samples=samples),
     }
 
 
@@ -158,6 +192,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lora", action="store_true", help="With an adapter of rank 8 on all linear layers.")
     parser.add_argument("--unforeseen", action="store_true", help="The expected answers are those of other questions.")
+    parser.add_argument("--samples", type=int, default=0, help="Sampled answers to each question; 0: a greedy one.")
     parser.add_argument("--alone", action="store_true", help="Measure accel_sft alone.")
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
@@ -169,6 +204,8 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     words = tokenizer.convert_tokens_to_ids([f"w{n:04}" for n in range(shapes.WORDS)])
     count_down(model, words, tokenizer.eos_token_id)
+    if args.samples:
+        model.lm_head.weight.data.mul_(CERTAIN_TIMES)
     if args.lora:
         from peft import LoraConfig, get_peft_model
 
@@ -180,14 +217,16 @@ def main() -> None:
         print(f"\n## {name}: {len(examples)} questions, {prompts:,} tokens of prompts, {answered:,} of answers\n")
         expected = {example.index: example.input_ids[example.prompt_length :] for example in examples}
         examples = unforeseen(examples) if args.unforeseen else examples
-        ways = contestants(model, tokenizer, examples)
+        answered *= args.samples or 1
+        kind = (args.samples,) if args.samples else ()
+        ways = (sampling if kind else contestants)(model, tokenizer, examples, *kind)
         ways = {"accel_sft": ways["accel_sft"]} if args.alone else ways
         seconds = measure(ways, examples, expected, args.rounds)
         print("| way | answers/s | generated tokens/s | accel_sft is |\n|---|---|---|---|")
         ours = statistics.median(seconds["accel_sft"])
         for way, taken in seconds.items():
             median = statistics.median(taken)
-            speeds = f"{len(examples) / median:,.1f} | {answered / median:,.0f}"
+            speeds = f"{len(examples) * (args.samples or 1) / median:,.1f} | {answered / median:,.0f}"
             print(f"| {way} | {speeds} | {median / ours:.2f}x |", flush=True)
 
 

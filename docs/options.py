@@ -35,6 +35,10 @@ TOOL_TEXTS = {
 It also takes the options of training that say how a model is loaded, asked and scored: `accel-sft evaluate math
 --help-all` lists them. See [Evaluation](evaluation.md).
 """,
+    "sample": """\
+It also takes the options of training that say how a model is loaded and asked, `--url` and the like of `evaluate`:
+`accel-sft sample math --help-all` lists them. See [How to](how-to.md#fine-tune-on-the-models-own-right-answers).
+""",
     "plan": """\
 It also takes every option of training. See [Planning](planning.md).
 """,

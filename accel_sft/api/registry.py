@@ -18,7 +18,7 @@ SHIPPED = {"chat": "accel-sft-chat", "math": "accel-sft-math", "ner": "accel-sft
 """Reserved task names, each with the only distribution that may use it."""
 RESERVED = frozenset(
     {"check", "compare", "completion", "doctor", "evaluate", "export-data", "generate", "how-much", "launch-file"}
-    | {"merge", "new-task", "parity", "plan", "push", "rehearse", "report", "serve", "tasks", "verify"}
+    | {"merge", "new-task", "parity", "plan", "push", "rehearse", "report", "sample", "serve", "tasks", "verify"}
 )
 """Names of the tools, which no task may have."""
 

@@ -13,7 +13,7 @@ from accel_sft.api.config import MODEL, SECTIONS, TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import Setting, settings
 from accel_sft.api.task_file import recorded_name
-from accel_sft.api.tool_configs import CheckConfig, EvaluateConfig, PlanConfig, RehearseConfig
+from accel_sft.api.tool_configs import CheckConfig, EvaluateConfig, PlanConfig, RehearseConfig, SampleConfig
 from accel_sft.cli.options import COMPARISON, LEARNING_CURVE
 
 _TRAINING = frozenset(setting.name for setting in settings(TrainConfig))
@@ -94,7 +94,11 @@ def _settings_of_the_run(
 
 
 _MOST_USED = _names("model init_from adapter max_length global_batch_size epochs max_steps")
-_SAME_DATA = "Evaluate on the files that the run of --model recorded."
+_SAME_DATA = "Use the files that the run of --model recorded."
+_OF_MODELS = (
+    "model revision trust_remote_code dtype attn_implementation max_length eval_batch_size max_new_tokens seed debug "
+    "dry_run hang_timeout offload thinking template_date control_tokens chat_template url key_from timeout"
+)
 _RUN_WORDS = click.Argument(["run_words"], nargs=-1, metavar="[-- OPTIONS]", type=click.UNPROCESSED)
 _AS_TRAINING = "It takes all options of training: put the command's name before the task in any training command."
 TRAIN = TaskTool(summary="Train, evaluate and save a model for this task.", run=_runs("accel_sft.commands.train"))
@@ -103,13 +107,20 @@ TOOLS = {
         summary="Score a model, and its base if you name one, on a task's validation examples.",
         run=_runs("accel_sft.commands.evaluate"),
         config_class=EvaluateConfig,
-        takes=_names(
-            "model revision trust_remote_code dtype attn_implementation max_length eval_limit "
-            "eval_batch_size max_new_tokens output_dir seed debug dry_run "
-            "hang_timeout base offload thinking template_date control_tokens chat_template url key_from timeout"
-        ),
+        takes=_names(f"{_OF_MODELS} eval_limit output_dir base"),
         own_options={MODEL: [click.Option(["--same-data"], is_flag=True, help=_SAME_DATA)]},
         from_run=_settings_of_the_run,
+    ),
+    "sample": TaskTool(
+        summary="Sample answers to a task's training prompts, and score them: rows to fine-tune on.",
+        does="OUT, a new file, gets a row per answer in chat form with its `score`; with --keep best one right answer "
+        "per prompt, with --keep pairs `prompt`, `chosen` and `rejected`. No validation example is sampled.",
+        run=_runs("accel_sft.commands.sample", "command"),
+        config_class=SampleConfig,
+        takes=_names(f"{_OF_MODELS} samples temperature top_p rows keep prefer threshold"),
+        own_options={MODEL: [click.Option(["--same-data"], is_flag=True, help=_SAME_DATA)]},
+        from_run=_settings_of_the_run,
+        argument=click.Argument(["out"], metavar="OUT.jsonl"),
     ),
     "compare": TaskTool(
         summary="Compare launch files and settings by real launches: time, memory and loss.",

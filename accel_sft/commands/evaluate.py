@@ -1,7 +1,9 @@
 """The command `evaluate`: scores a model, and also the model that `--base` names, on a task's validation examples."""
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.batching.choice import choose_batching
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.conversation import read_split
-from accel_sft.commands.trained import LONGEST_ANSWER, Trained, one_process
+from accel_sft.commands.trained import LONGEST_ANSWER, Config, Trained, one_process
 from accel_sft.evaluation.endpoint import Endpoint
 from accel_sft.evaluation.evaluator import Evaluation, evaluate_served, problems_of_served
 from accel_sft.evaluation.scoring import check_scoring, limits_on_scores
@@ -44,12 +46,13 @@ from accel_sft.training.predicted import job_of_run
 from accel_sft.training.prepare import Assembly
 
 
-def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
-    """Score `--model`, and `--base` if given, on all ranks of a launch; or score the server at `--url`. Print the
-    scores side by side, and write `--output-dir`."""
-    if config.url:
-        return _served(task_name, task, config)
-    launch, name = begin(), recorded_name(task_name)
+@contextlib.contextmanager
+def opened(
+    task_name: str, task: Task, config: Config
+) -> Iterator[tuple[Accelerator, Launch, Trained, Config, dict[str, Source]]]:
+    """Find the model that `config` names, and start the launch on all ranks, which leave together in the end. Yields
+    what was started, the resolved settings, and the models' sources by side."""
+    launch = begin()
     if config.model == "tiny" or (config.base == "tiny" and not Path("tiny").exists()):
         raise UserError("--model and --base: the model tiny is made for each run; name a run's folder, or base/ in it")
     trained = Trained(config.model)
@@ -57,55 +60,71 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     sources = trained.sources(config.base, config.revision)
     if config.chat_template is not None:
         sources = {side: dataclasses.replace(source, adds_tokens=True) for side, source in sources.items()}
-    named = {side: source.adapter or source.weights for side, source in sources.items()}
     with Watchdog(config.hang_timeout):
         accelerator, launch = start(launch, config, task, train=False, precision_of_run=trained.precision)
         refuse_offload(config.offload, ranks=launch.world_size, quantized=config.load_in_4bit)
+        config = dataclasses.replace(config, template_date=decided_by_main(accelerator, lambda: config.template_date))
+        if accelerator.is_main_process and not config.dry_run:
+            tell(*trained.notes, *_differences(trained, task_name, accelerator.mixed_precision))
+        yield accelerator, launch, trained, config, sources
+        leave_together()
+
+
+def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
+    """Score `--model`, and `--base` if given, on all ranks of a launch; or score the server at `--url`. Print the
+    scores side by side, and write `--output-dir`."""
+    if config.url:
+        return _served(task_name, task, config)
+    name = recorded_name(task_name)
+    with opened(name, task, config) as (accelerator, launch, trained, config, sources):
         if config.dry_run:
             return
-        day = decided_by_main(accelerator, lambda: config.template_date)
-        config = dataclasses.replace(config, template_date=day)
+        named = {side: source.adapter or source.weights for side, source in sources.items()}
         if accelerator.is_main_process:
-            precision = accelerator.mixed_precision
-            for line in trained.notes + _differences(trained, name, precision) + _remembered(trained, name, task):
-                _tell(line)
+            tell(*_remembered(trained, name, task))
         if folder := config.output_dir:
             decided_by_main(accelerator, lambda: _claim(Path(folder)))
         with terminal.quiet(None, config.debug):
             evaluations = []
             for side, source in sources.items():
                 if accelerator.is_main_process:
-                    _tell(f"{side:<8}  {named[side]}", 10)
-                    for line in other_base(source):
-                        _tell(f"warning: {line}")
+                    tell(f"{side:<8}  {named[side]}", indent=10)
+                    tell(*(f"warning: {line}" for line in other_base(source)))
                 evaluations.append(evaluate(accelerator, launch, task, config, source))
         if accelerator.is_main_process:
             _publish(name, task, config, named, evaluations)
-        leave_together()
 
 
-def _served(task_name: str, task: Task, config: EvaluateConfig) -> None:
-    """Score the answers of the server at `--url`; load neither weights nor a tokenizer."""
-    if problems := [*problems_of_served(task), *one_process("evaluate --url")]:
+def reached(config: Config, command: str) -> tuple[Endpoint, Config]:
+    """Reach the server at `--url`, for a command of one process, and resolve the settings."""
+    if problems := one_process(f"{command} --url"):
         raise UserError(*problems)
     endpoint = Endpoint(config.url or "", config.model or None, config.key_from, config.timeout)
     most = config.max_new_tokens or LONGEST_ANSWER
     config = dataclasses.replace(config, model=endpoint.model, max_new_tokens=most).resolved({})
+    tell(f"server    {endpoint.model} at {endpoint.url}", indent=10)
+    return endpoint, config
+
+
+def _served(task_name: str, task: Task, config: EvaluateConfig) -> None:
+    """Score the answers of the server at `--url`; load neither weights nor a tokenizer."""
+    if problems := problems_of_served(task):
+        raise UserError(*problems)
+    endpoint, config = reached(config, "evaluate")
     accelerator, _ = create_accelerator(config, launch_of_this_process(), train=False)
-    named = f"{endpoint.model} at {endpoint.url}"
-    _tell(f"server    {named}", 10)
     if config.dry_run:
         return
     if config.output_dir:
         _claim(Path(config.output_dir))
     evaluation = evaluate_served(accelerator, task, config, endpoint)
-    for line in evaluation.lines:
-        _tell(line)
-    _publish(recorded_name(task_name), task, config, {"model": named}, [evaluation])
+    tell(*evaluation.lines)
+    _publish(recorded_name(task_name), task, config, {"model": f"{endpoint.model} at {endpoint.url}"}, [evaluation])
 
 
-def _tell(line: str, indent: int = 4) -> None:
-    print(terminal.wrapped(printable(line), indent), file=terminal.terminal())
+def tell(*lines: str, indent: int = 4) -> None:
+    """Print lines to the terminal, wrapped and escaped."""
+    for line in lines:
+        print(terminal.wrapped(printable(line), indent), file=terminal.terminal())
 
 
 def _publish(
@@ -192,13 +211,8 @@ def evaluate(
     encoding = assembly.encode(examples, "validation")
     encoding.notes += [*scoring, *limits_on_scores(task, encoding, config)]
     if accelerator.is_main_process:
-        for line in encoding.lines():
-            _tell(line)
-    offloaded: dict[str, Any] = {"offload": config.offload, "log": _tell} if config.offload else {}
-    loaded = assembly.load_model(encoding, **offloaded)
-    shards, prepared = launch.shards_weights, loaded
-    if not config.offload:
-        prepared = shard_for_evaluation(accelerator, loaded) if shards else loaded.to(accelerator.device)
+        tell(*encoding.lines())
+    loaded, prepared = load(accelerator, launch, assembly, encoding, config.offload)
     load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
     some = encoding.kept.some()
     pad, blank = assembly.tokenizer.pad_token_id, assembly.blank
@@ -206,16 +220,23 @@ def evaluate(
     trial = Trial(accelerator, prepared, config, some, pad, train=False, blank=blank, job=job)
     batching, _ = choose_batching(trial)
     prepared.eval()
-    evaluator = assembly.evaluator(prepared, encoding, sharded=shards)
+    evaluator = assembly.evaluator(prepared, encoding, sharded=launch.shards_weights)
     with heartbeats_only():
         evaluation = evaluator(prepared, batching)
-    for line in evaluation.lines if accelerator.is_main_process else ():
-        _tell(line)
-    _release(accelerator, loaded)
+    tell(*(evaluation.lines if accelerator.is_main_process else ()))
+    release(accelerator, loaded)
     return Evaluation({**evaluation.metrics, **load_peaks}, evaluation.samples)
 
 
-def _release(accelerator: Accelerator, model: torch.nn.Module) -> None:
+def load(accelerator: Accelerator, launch: Launch, assembly: Assembly, encoding: Any, offload: str | None) -> Any:
+    """Load the model for a StoredEncoding; return it as loaded, for `release`, and as it computes."""
+    if offload:
+        return (assembly.load_model(encoding, offload=offload, log=tell),) * 2
+    loaded = assembly.load_model(encoding)
+    return loaded, shard_for_evaluation(accelerator, loaded) if launch.shards_weights else loaded.to(accelerator.device)
+
+
+def release(accelerator: Accelerator, model: torch.nn.Module) -> None:
     """Free a model's memory, except for tensors that the caller still references."""
     accelerator.free_memory()
     for parameter in model.parameters():

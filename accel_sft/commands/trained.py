@@ -4,7 +4,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -16,6 +16,7 @@ from accel_sft.resilience.exit import ExitHandler
 
 LONGEST_ANSWER = 512
 """Maximum number of tokens of an answer, unless the command line or the run says otherwise."""
+Config = TypeVar("Config", bound=EvaluateConfig)
 _OF_RUN = ("max_length", "max_new_tokens", "thinking", "template_date", "control_tokens")
 
 
@@ -54,7 +55,7 @@ class Trained:
 
         return precision_in_record(self.record) if self.record else None
 
-    def settings(self, config: EvaluateConfig, *more: str) -> EvaluateConfig:
+    def settings(self, config: Config, *more: str) -> Config:
         """Return `config`, resolved. If a setting of `_OF_RUN` or `more` was not given, it takes the run's value."""
         if problems := config.problems():
             raise UserError(*problems)

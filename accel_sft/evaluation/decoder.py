@@ -1,4 +1,4 @@
-"""Decodes greedily, with one KV cache for the rows' common prefix. When a row ends, a waiting row takes its place."""
+"""Decodes answers, with one KV cache for the rows' common prefix. When a row ends, a waiting row takes its place."""
 
 import dataclasses
 import itertools
@@ -29,10 +29,12 @@ States = tuple[torch.Tensor, torch.Tensor]
 
 @dataclasses.dataclass(eq=False)
 class Row:
-    """A prompt's tokens after the prefix (at least one), and the answer so far, whose last token is not yet read."""
+    """A prompt's tokens after the prefix (at least one), and the answer so far, whose last token is not yet read.
+    `twins` have the same prompt, which is read once for all; they start together with this row."""
 
     prompt: Sequence[int]
     answer: list[int] = dataclasses.field(default_factory=list)
+    twins: Sequence["Row"] = ()
 
     @property
     def read(self) -> int:
@@ -122,10 +124,11 @@ class Attention:
         self.groups, self.before = groups, before
         for group in groups:
             group.make_room(device)
-        self.live = sum(len(group.rows) for group in groups)
+        self.live, self.places = sum(len(group.rows) for group in groups), list[int]()
         if new:
             self._lay_out([len(row.prompt) for row in new], device)
-            self.new = Group(new, {}, 0, self.longest)
+            self.places = [place for place, row in enumerate(new) for _ in (row, *row.twins)]
+            self.new = Group([one for row in new for one in (row, *row.twins)], {}, 0, self.longest)
 
     def _lay_out(self, lengths: Sequence[int], device: torch.device) -> None:
         self.longest = longest = max(lengths)
@@ -159,7 +162,8 @@ class Attention:
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
         query, key, value = (states[self.cut].transpose(1, 2) for states in (query, key, value))  # (B, heads, T, D)
-        self.new.layers[module.layer_idx] = pad(key, (0, 0, 0, GROWTH)), pad(value, (0, 0, 0, GROWTH))
+        states = (pad(part[self.places], (0, 0, 0, GROWTH)) for part in (key, value))  # a copy for each twin
+        self.new.layers[module.layer_idx] = next(states), next(states)
         if self.before:
             copies = (states.expand(len(query), -1, -1, -1) for states in self.before[module.layer_idx])
             key, value = (torch.cat(both, dim=2) for both in zip(copies, (key, value), strict=True))
@@ -207,6 +211,10 @@ def _by_head(rows: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
     return (rows.transpose(0, 1).reshape(heads, -1, size) @ shared).view(heads, count, groups, -1).transpose(0, 1)
 
 
+Choice = Callable[[torch.Tensor, Sequence[Row]], list[int]]
+"""Returns the next token of each live row, given their logits (rows, vocabulary)."""
+
+
 class Decoder:
     """Decodes rows whose common prefix the model has read once.
 
@@ -241,9 +249,10 @@ class Decoder:
         tokens = [[row.answer[-1]] for row in live] + [[*row.prompt] for row in new]
         first = [self.length + row.read for row in live] + [self.length] * len(new)
         positions = [at + place for at, of_row in zip(first, tokens, strict=True) for place in range(len(of_row))]
-        lasts = torch.tensor([*itertools.accumulate(map(len, tokens))], device=self.device) - 1
         ids = torch.tensor([[*itertools.chain(*tokens)]], device=self.device)
         attention = Attention(self.groups, new, self.before, self.device)
+        lasts = torch.tensor([*itertools.accumulate(map(len, tokens))], device=self.device) - 1
+        lasts = lasts[[*range(len(live)), *(len(live) + place for place in attention.places)]]
         output = self.model(
             input_ids=ids,
             position_ids=torch.tensor([positions], device=self.device),
@@ -271,8 +280,9 @@ class Decoder:
         max_new_tokens: int,
         ends: Collection[int],
         go_on: Callable[[bool], bool] = bool,
+        choose: Choice = lambda logits, rows: logits.argmax(-1).tolist(),
     ) -> Iterator[Row]:
-        """Yield each row when its answer ends. The most likely token is taken each time, up to the first of `ends`.
+        """Yield each row, and each twin, when its answer ends. `choose` takes the tokens, up to the first of `ends`.
 
         The rows that take longest should come first; up to `places` rows are live at the same time. Before each
         forward, `go_on` is called with whether this rank still has rows; it returns whether any rank still has rows.
@@ -282,12 +292,14 @@ class Decoder:
         while go_on(bool(waiting or self.groups)):
             heartbeat()
             new = self._admitted(waiting, places - len(self.live))
-            idle = [] if new or self.groups else [Row([0])]  # a dummy row, for other ranks' forward
-            following = self.forward(new or idle).argmax(dim=-1).tolist()
-            ended = set(idle)
-            for row, token in zip(self.live, following, strict=True):
+            if not (new or self.groups):
+                self.forward([Row([0])])  # a dummy row, for other ranks' forward
+                self.groups.clear()
+                continue
+            ended, logits = set(), self.forward(new)
+            for row, token in zip(self.live, choose(logits, self.live), strict=True):
                 row.answer.append(token)
-                if row not in idle and (token in ends or len(row.answer) == max_new_tokens):
+                if token in ends or len(row.answer) == max_new_tokens:
                     ended.add(row)
                     yield row
             if ended:
@@ -297,12 +309,14 @@ class Decoder:
         """Take from `waiting` the rows that start with the next forward."""
         rows: list[Row] = []
         live = len(self.live)
-        if live and free < max(1, (live + free) // ADMITTED_AT):
+        count = 1 + len(waiting[0].twins) if waiting else 1
+        if live and free < max(count, (live + free) // ADMITTED_AT):
             return rows
         tokens = 0
-        while waiting and len(rows) < free and (not rows or tokens + len(waiting[0].prompt) <= READ_TOKENS):
+        while waiting and (not rows or (tokens + len(waiting[0].prompt) <= READ_TOKENS and free >= count)):
             rows.append(waiting.popleft())
             tokens += len(rows[-1].prompt)
+            free -= count
         while rows and len(self.groups) >= MOST_GROUPS:
             self.groups.sort(key=lambda group: group.width)
             pairs = [left.padding_with(right) for left, right in itertools.pairwise(self.groups)]

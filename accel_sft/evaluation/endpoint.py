@@ -1,4 +1,4 @@
-"""A client for OpenAI-compatible endpoints: it asks for greedy answers, and for the token ids of prompts and texts.
+"""A client for OpenAI-compatible endpoints: it asks for answers, and for the token ids of prompts and texts.
 
 It uses only the standard library, because different versions of huggingface_hub use different HTTP clients.
 """
@@ -87,9 +87,10 @@ class Endpoint:
         self._opener = urllib.request.build_opener(*handlers)
         self.model = model or self._only_model()
 
-    def chat(self, turns: Turns, most: int, tools: Tools = None, thinking: str | None = None) -> Reply:
-        """The greedy answer to a conversation, in at most `most` tokens; the server applies its own chat template."""
-        more = {_LIMIT: most, "logprobs": True, "top_logprobs": 1}
+    def chat(self, turns: Turns, most: int, tools: Tools = None, thinking: str | None = None, **how: float) -> Reply:
+        """The answer to a conversation, in at most `most` tokens; the server applies its own chat template. `how` may
+        have temperature, top_p and seed; by default, the answer is greedy."""
+        more = {_LIMIT: most, "logprobs": True, "top_logprobs": 1, **how}
         answer = self._ask("chat/completions", {**_of_chat(turns, tools, thinking), **more})
         return _reply(answer, mapping(answer["choices"][0].get("message")).get("content"))
 

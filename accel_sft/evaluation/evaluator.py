@@ -133,7 +133,7 @@ class Evaluator:
             pad, device = self.tokenizer.pad_token_id, self.accelerator.device
             return [nll_sum(model, batching.batch(rows, pad, device, self.blank)).item()]
 
-        with torch.no_grad(), _out_of_memory_explained("--max-length, or in training --micro-batch-size"):
+        with torch.no_grad(), out_of_memory_explained("--max-length, or in training --micro-batch-size"):
             for rows in batching.divide(self.encoded, ranks)[rank]:
                 sums[0] += sum(in_halves(nll, rows, alone=forwards_alone(self.accelerator)))
                 sums[1] += sum(row.supervised_tokens for row in rows)
@@ -148,7 +148,7 @@ class Evaluator:
             return Evaluation(losses | ({PERPLEXITY: perplexity} if self.task.main_metric == PERPLEXITY else {}), [])
         longest_answer = max(row.answer_tokens for row in self.answered)
         most = self.config.max_new_tokens or self.max_new_tokens or longest_answer
-        with torch.no_grad(), _out_of_memory_explained("--eval-batch-size or --max-new-tokens"):
+        with torch.no_grad(), out_of_memory_explained("--eval-batch-size or --max-new-tokens"):
             generated = self.backend(self.answered, most)
         costs = largest({"seconds": generated.seconds, **generated.peaks}, "generate_")
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the grad mode if the task's code changes it
@@ -199,7 +199,7 @@ def evaluated_rows(rows: Sequence[Encoded], limit: int | None) -> list[Encoded]:
 
 
 @contextlib.contextmanager
-def _out_of_memory_explained(options: str) -> Iterator[None]:
+def out_of_memory_explained(options: str) -> Iterator[None]:
     """Turn an out-of-memory error into a UserError that says to lower these options."""
     try:
         yield

@@ -3,6 +3,7 @@ transformers' `generate`, with left padding unless a test shows that padding cha
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -17,7 +18,7 @@ from accel_sft.api.errors import first_line
 from accel_sft.batching.device_memory import done_within_memory, in_halves, out_of_memory
 from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
-from accel_sft.evaluation.decoder import Decoder, Row
+from accel_sft.evaluation.decoder import Choice, Decoder, Row
 from accel_sft.evaluation.evaluator import Generated
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.text import common_length
@@ -135,33 +136,43 @@ class Generator:
         """Generate one answer by transformers' `generate`; `streamer` gets each token. Weights must not be sharded."""
         self._generate([prompt], max_new_tokens, streamer=streamer)
 
-    def _ends(self) -> set[int]:
+    def ends(self) -> set[int]:
+        """The ids that end an answer."""
         return end_of_turn_ids(self.tokenizer, self.model.generation_config)
 
     def _generate(self, prompts: list[list[int]], max_new_tokens: int, **more: Any) -> tuple[list[list[int]], Any]:
         pad, device = self.tokenizer.pad_token_id, self.accelerator.device
         settings = {"sampling": self.sampling, **more}
-        return generate(self.model, prompts, max_new_tokens, self._ends(), pad, device, **settings)
+        return generate(self.model, prompts, max_new_tokens, self.ends(), pad, device, **settings)
 
     def _by_decoder(self, examples: Sequence[Encoded], max_new_tokens: int) -> list[tuple[Encoded, list[int]]]:
         groups, group = row_groups(self.accelerator)
-        prefix, ends = common_prefix(examples), self._ends()
-        longest = max(example.prompt_length for example in examples) - prefix + max_new_tokens
-        places = self.batch_size or min(max(CACHED_TOKENS // longest, FEWEST_ROWS), MOST_ROWS)
+        prefix = common_prefix(examples)
         share = [row for ranks in divide(examples, groups, 1) for row in ranks[group]]  # the longest first
-        waiting = {Row(example.input_ids[prefix : example.prompt_length]): example for example in share}
-        meeting, answered = _Meeting(self.between, self.sharded), list[tuple[Encoded, list[int]]]()
+        rows = {Row(example.input_ids[prefix : example.prompt_length]): example for example in share}
+        self.decode(rows, examples, max_new_tokens)
+        return [(example, row.answer) for row, example in rows.items()]
+
+    def decode(self, rows: dict[Row, Encoded], every: Sequence[Encoded], most: int, *choose: Choice) -> None:
+        """Answer rows by the decoder, each in at most `most` tokens; neighbours of one example become twins. All ranks
+        must call this together, with the same examples in `every`, whose common prefix the rows' prompts lack."""
+        prefix = common_prefix(every)
+        longest = max(example.prompt_length for example in every) - prefix + most
+        places = self.batch_size or min(max(CACHED_TOKENS // longest, FEWEST_ROWS), MOST_ROWS)
+        waiting, meeting, ends = dict.fromkeys(rows), _Meeting(self.between, self.sharded), self.ends()
 
         def answer() -> None:
+            twins = [[*alike] for _, alike in itertools.groupby(waiting, key=lambda row: id(rows[row]))]
+            for row, *others in twins:
+                row.twins = others
             for row in waiting:
                 row.answer.clear()
-            decoder = Decoder(self.model, examples[0].input_ids[:prefix], self.accelerator.device)
-            for row in decoder.answers([*waiting], places, max_new_tokens, ends, meeting):
-                answered.append((waiting.pop(row), row.answer))
+            decoder = Decoder(self.model, every[0].input_ids[:prefix], self.accelerator.device)
+            for row in decoder.answers([row for row, *_ in twins], places, most, ends, meeting, *choose):
+                del waiting[row]
 
         while not done_within_memory(answer, at_once := min(places, len(waiting)), alone=not self.sharded):
             places = at_once // 2
-        return answered
 
     def _by_generate(self, examples: Sequence[Encoded], max_new_tokens: int) -> list[tuple[Encoded, list[int]]]:
         """Answer examples without images in batches, or examples that all have images one at a time."""

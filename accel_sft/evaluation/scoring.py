@@ -23,12 +23,14 @@ _TRIED = 8
 """Number of validation examples whose targets are scored as a test, before the model is loaded."""
 
 
-def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = None) -> list[str]:
-    """Score the targets of the first validation examples, so that a mistake in the task is found before training.
+def check_scoring(
+    task: Task, examples: Sequence[Any], thinking: str | None = None, split: str = "validation"
+) -> list[str]:
+    """Score the targets of a split's first examples, so that a mistake in the task is found before training.
     Return a warning (in a list) if the main metric is 0 for them. An aggregate() that fails on so few is accepted."""
     if task.main_metric in UNANSWERED:
         return []
-    chats = {index: conversation(task, examples, "validation", index) for index in range(min(len(examples), _TRIED))}
+    chats = {index: conversation(task, examples, split, index) for index in range(min(len(examples), _TRIED))}
     # without tool calls: the chat template decides how these are written
     targets = {index: wanted(chat, thinking) for index, chat in chats.items() if not chat.calls}
     if not targets:
@@ -36,7 +38,7 @@ def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = No
     scores = []
     with heartbeats_only():  # as in training; otherwise an endless score() would count as progress
         for index, text in targets.items():
-            scores.append(scored(task, examples, index, text))
+            scores.append(scored(task, examples, index, text, split))
             heartbeat()
         try:
             metrics = task.aggregate(scores)
@@ -47,7 +49,7 @@ def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = No
     main = task.main_metric
     if _checked(task, metrics)[main] or not task.higher_is_better:
         return []
-    answers = f"the expected answers of the first {len(targets)} validation examples"
+    answers = f"the expected answers of the first {len(targets)} {split} examples"
     return [f"warning: {main} is 0 for {answers}; check the task's options, or its score()"]
 
 
