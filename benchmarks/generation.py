@@ -45,6 +45,7 @@ from accel_sft.models.architecture import cache_argument  # noqa: E402
 SHAPES = {
     "series-a": shapes.SHAPES["series-a"],  # 20 + 8 + 18
     "long-instruction": shapes.SHAPES["long-instruction"],  # 300 + 30 + 20
+    "long-questions": shapes.Shape(20, (240, 321), (10, 31), 0, 0),  # 20 + 280 + 20
     "mixed-answers": shapes.Shape(20, (5, 12), (2, 121), 0, 0, "log"),  # 20 + 8 + 2 to 120
     "mixed-lengths": shapes.Shape(30, (5, 60), (4, 129), 0, 0, "log"),  # 30 + 5 to 59 + 4 to 128
 }
