@@ -161,9 +161,8 @@ def kept_rows(chat: Conversation, answers: list[Answer], config: SampleConfig, r
         return [row | {"score_chosen": best.score, "score_rejected": worst.score}]
     if config.keep == "best":
         usable.sort(key=lambda answer: -answer.likelihood if config.prefer == "likeliest" else len(answer.text))
-        answers = [answer for answer in usable if answer.value >= right][:1]
-    rows = [chat_row(chat._replace(answer=answer.turn, learnt=())) | {"score": answer.score} for answer in answers]
-    return [row if answer.whole else row | {"cut": True} for row, answer in zip(rows, answers, strict=True)]
+        usable = [answer for answer in usable if answer.value >= right][:1]
+    return [chat_row(chat._replace(answer=answer.turn, learnt=())) | {"score": answer.score} for answer in usable]
 
 
 def _publish(task: Task, examples: Sequence[Any], config: SampleConfig, answers: list[Answer], out: Path) -> None:

@@ -146,17 +146,17 @@ def test_bytes_are_the_same_on_any_ranks_and_chat_trains_on_them(run, tmp_path):
     train, validation = ([task.messages(row) for row in read_split(task, split)] for split in ("train", "validation"))
     prompts = [row["messages"][:-1] for row in rows]
     assert all(prompt in train and prompt not in validation for prompt in prompts)
-    assert len({json.dumps(prompt) for prompt in prompts}) == 300
+    assert 0 < len({json.dumps(prompt) for prompt in prompts}) <= 300
     shares = r".*% never right, .*% sometimes, .*% always"
     said = done.says(rf"300 prompts, 3 answers each: {shares}; \d+ duplicates, \d+ cut").split()
-    assert int(said[-4]) == 900 - len(rows)
-    assert int(said[-2]) >= sum(row.get("cut", False) for row in rows) > 0
+    assert int(said[-2]) > 0
+    assert 0 < len(rows) < 900 - int(said[-4])  # answers that were cut, or are blank, are not learnt
     finished(*words(run, "--keep", "best", "--threshold", "0", str(best)))
     assert 0 < len(rows_of(best)) <= 300
     files = [word for file in (alone, best) for word in ("--train-file", str(file))]
     job = ("--validation-file", str(best), "--max-steps", "1", "--eval-every", "off", "--model", str(run / "base"))
     trained = finished("chat", *files, *job, run_dir=tmp_path / "trained")
-    learnt = sum(row["messages"][-1]["content"].strip() != "" for row in [*rows, *rows_of(best)])
+    learnt = len([*rows, *rows_of(best)])
     trained.says(f"not read: score \\({learnt:,} rows\\).* {learnt:,} training examples")
 
 
@@ -174,8 +174,7 @@ def test_rows_that_are_kept():
         return [row["messages"][-1]["content"] for row in rows]
 
     everything = kept()
-    assert texts(everything) == [text for text, *_ in told]
-    assert [row.get("cut", False) for row in everything] == [False, False, True, False, False, False]
+    assert texts(everything) == ["right and long", "right", "wrong", "bad"]
     assert all(row["tools"] == chat.tools for row in everything)
     assert texts(kept(keep="best")) == ["right"]
     assert texts(kept(keep="best", prefer="likeliest")) == ["right and long"]
@@ -202,7 +201,8 @@ def test_server_samples_with_seeds_of_their_own(run, called, tmp_path):
     bodies = [body for path, _, body in served.asked if path == "/v1/chat/completions"][:4]
     assert len({body["seed"] for body in bodies}) == 4
     assert {(body["temperature"], body["top_p"]) for body in bodies} == {(0.5, 1.0)}
-    assert len(rows_of(out)) == 2  # the server is greedy: duplicates are written once
+    done.says(r"2 duplicates, 4 cut \(raise --max-new-tokens\)")  # the server is greedy, and no answer ends
+    assert rows_of(out) == []
     assert "the server gives no log-probabilities" in refused.output
 
 
