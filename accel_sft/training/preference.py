@@ -78,7 +78,9 @@ def answer_log_probabilities(model: torch.nn.Module, batch: Batch, rows: Sequenc
     losses = nll(model, batch)
     if not rows:
         return losses
-    return -torch.stack([of_answer.sum() for of_answer in losses.split(_answer_tokens(rows))]).view(-1, 2)
+    tokens = _answer_tokens(rows)
+    answer_of = torch.from_numpy(np.repeat(np.arange(len(tokens)), tokens)).to(losses.device)
+    return -losses.new_zeros(len(tokens)).index_add(0, answer_of, losses).view(-1, 2)
 
 
 def _answer_tokens(rows: Sequence[Encoded]) -> list[int]:
