@@ -67,7 +67,8 @@ def audit(config: TrainConfig, launch: Launch, devices: int | None = None) -> li
         what = f"{where}: {'FSDP' if launch.backend == 'fsdp' else 'DeepSpeed'} does not run on macOS"
         return [error(what, "start it without accelerate launch: one process then runs on MPS or the CPU")]
     findings = [*_keys(launch), *_world(launch, devices, where), *_precision(launch, devices)]
-    findings += audit_parallelism(launch, where, batching=config.batching, micro_batch_size=config.micro_batch_size)
+    settings = {name: getattr(config, name) for name in ("batching", "micro_batch_size", "loss")}
+    findings += audit_parallelism(launch, where, **settings)
     findings += [*_not_used(launch, config, where)]
     if launch.backend == "deepspeed":
         findings += _deepspeed(launch, f"{launch.json_file or where}")

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from accelerate import ParallelismConfig
 
 
-def audit_parallelism(launch: Launch, where: str, *, batching: str, micro_batch_size: str) -> Iterator[Finding]:
+def audit_parallelism(
+    launch: Launch, where: str, *, batching: str, micro_batch_size: str, loss: str = "sft"
+) -> Iterator[Finding]:
     """Yield errors for parallelism that is not supported, and for sizes that do not fit the number of processes."""
     named = [name for name in launch.arguments if name.startswith("parallelism_config_")]
     if named and not launch.parallelism:
@@ -34,10 +36,11 @@ def audit_parallelism(launch: Launch, where: str, *, batching: str, micro_batch_
         if launch.stage == 3 and launch.zero.get("reduce_scatter") is False:
             what = "with reduce_scatter false, DeepSpeed would scale gradients by the size of parameters"
             yield error(f"{launch.json_file}: {what}", "remove it")
-        for flag, value, allowed in (("--batching", batching, "padded"), ("--micro-batch-size", micro_batch_size, "1")):
-            if value not in ("auto", allowed):
+        allowed = {"--batching": (batching, "padded"), "--micro-batch-size": (micro_batch_size, "1")}
+        for flag, (value, needed) in {**allowed, "--loss": (loss, "sft")}.items():
+            if value not in ("auto", needed):
                 what = f"{flag}: under sequence parallelism a forward is one row, shared by several ranks"
-                yield error(what, "leave it out")
+                yield error(what, "leave it out, or launch with accelerate_configs/z3.yaml")
     if launch.backend == "fsdp" and launch.environment.get("FSDP_VERSION", "1") != "2":
         yield error(f"{where}: FSDP 1 is not supported", "set fsdp_version: 2 in fsdp_config")
 

@@ -236,21 +236,19 @@ def _encoded(
     assembly: Assembly, train: Sequence[Any], validation: Sequence[Any]
 ) -> tuple[StoredEncoding, StoredEncoding, StoredEncoding | None]:
     """Encode both splits, and for `--loss dpo` or `ipo` the validation pairs, if there are any."""
-    encode, loss = assembly.encode, assembly.config.loss
-    if loss == "sft":
+    encode = assembly.encode
+    if assembly.config.loss == "sft":
         encodings = encode(train, "train"), encode(validation, "validation"), None
         if unpaired := encodings[0].unpaired:
             others = f" (and {len(unpaired) - 1:,} more)" if unpaired[1:] else ""
             raise UserError(*with_places([f"train example {unpaired[0]}{others}: {UNPAIRED}"], train, "train"))
         return encodings
-    if sequence_ranks(assembly.accelerator) > 1:
-        raise UserError(
-            f"--loss {loss}: sequence parallelism would cut answers apart; launch with z3.yaml or fsdp2.yaml"
-        )
     of_pairs = encode.of_pairs()
-    pairs = of_pairs(train, "train")
-    (has_pairs, *_) = by_each_rank(lambda: any(assembly.task.rejected(validation[at]) for at in range(len(validation))))
-    return pairs, encode(validation, "validation"), of_pairs(validation, "validation") if has_pairs else None
+    pairs, chosen = of_pairs(train, "train"), encode(validation, "validation")
+    if chosen.unpaired:
+        return pairs, chosen, of_pairs(validation, "validation")
+    chosen.notes.append("validation: no example has a rejected answer, so margins are not measured")
+    return pairs, chosen, None
 
 
 def _build_base(folder: Path, texts: Sequence[str], seed: int) -> None:
