@@ -36,8 +36,7 @@ It also takes the options of training that say how a model is loaded, asked and 
 --help-all` lists them. See [Evaluation](evaluation.md).
 """,
     "sample": """\
-It also takes the options of training that say how a model is loaded and asked, `--url` and the like of `evaluate`:
-`accel-sft sample math --help-all` lists them. See [How to](how-to.md#fine-tune-on-the-models-own-right-answers).
+It also takes the options of [`evaluate`](#evaluate), but for `--base`. See [Preferences](preferences.md).
 """,
     "plan": """\
 It also takes every option of training. See [Planning](planning.md).
@@ -121,6 +120,8 @@ def make_page() -> str:
         tool = TOOLS[name]
         rows = [row_of_option(option) for options in tool.own_options.values() for option in options]
         rows += [row_of_setting(setting) for setting in tool.settings() if setting not in of_training]
+        if name == "sample":  # those of `evaluate` have been listed
+            rows = [row for row in rows if row[0][2:] not in advice["evaluate"]]
         parts += [f"## {name}\n", text, table(rows, advice[name])]
     return "\n".join(parts)
 
