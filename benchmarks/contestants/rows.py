@@ -29,6 +29,9 @@ class Rows(Task):
     def target(self, example):
         return example["answer"]
 
+    def rejected(self, example):
+        return example.get("rejected")
+
     def score(self, example, text):
         return {"exact": float(text == example["answer"])}
 

@@ -43,6 +43,7 @@ def number(cell: str) -> float:
             pytest.param(*row, marks=pytest.mark.long)
             for row in (
                 ("speed.py", "real tokens/s", {"accel_sft"}),
+                ("preferences.py", "pairs/s", {"accel_sft"}),
                 ("batching.py", "s a step", {"the default", "shared 16"}),
                 ("precision.py", "real tokens/s", {"fp32", "bf16, ZeRO-2"}),
                 ("hybrids.py", "times padded", {"lfm2"}),
