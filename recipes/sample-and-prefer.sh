@@ -14,13 +14,15 @@ PATH="$PWD/.venv/bin:$PATH"
 TASK=${TASK:-math}
 OUT=${OUT:-runs/sample-and-prefer}
 begin=${MODEL:-$OUT/begin}
-of_task=() training=(--eval-every off --save-every off --held-out 0)
+mkdir -p "$OUT"
+of_task=(--same-data) training=(--eval-every off --save-every off --held-out 0)
 if [[ -z ${MODEL:-} ]]; then
     of_task=(--validation-examples 500)
     training+=(--learning-rate 3e-4 --global-batch-size 64 --epochs 3)
     [[ -e $begin/final ]] || python -m accel_sft "$TASK" "${of_task[@]}" --max-steps "${STEPS:-233}" \
         --eval-every off --save-every off --output-dir "$begin" --resume auto
 fi
+[[ ! -d $begin/final ]] || begin=$begin/final  # in a run, the weights that --init-from starts from
 
 for way in pairs best; do
     before=$begin
@@ -38,7 +40,7 @@ for way in pairs best; do
         before=$run
     done
 done
-printf '\nEach round beside the one before:\n\n'
+printf '\nEach round: metric, before, after, and the change\n\n'
 for scored in "$OUT"/*-scored; do
     name=$(basename "$scored")
     printf '%-10s %s\n' "${name%-scored}" "$(grep -m 1 '^| [a-z]' "$scored/report.md")"

@@ -15,8 +15,8 @@ from accel_sft.rows.rows import Rows
 EMPTY_ANSWER = "left out: the answer is empty"
 NOTHING_TO_LEARN = "left out: the tokenizer leaves nothing of the answer to learn"
 NO_PROMPT = "left out: the chat template writes no prompt"
-NO_REJECTED = "left out: it has no rejected answer"
-UNPAIRED = "it has a rejected answer, which --loss sft does not learn from; add --loss dpo, or remove these answers"
+NO_REJECTED = "left out: without a rejected answer, which --loss dpo needs"
+UNPAIRED = "a rejected answer is not learnt; add --loss dpo, or for the chosen alone (chat) --columns completion=chosen"
 EQUAL_ANSWERS = "left out: the chosen and the rejected answer are equal"
 _SHOWN = 5
 

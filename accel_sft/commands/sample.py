@@ -91,8 +91,12 @@ def command(task_name: str, task: Task, config: SampleConfig) -> None:
 
 
 def _check(out: Path) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"OUT {out}: its folder cannot be made ({error.strerror}); name another file") from None
     if out.exists() or not os.access(out.parent, os.W_OK):
-        why = "exists" if out.exists() else f"{out.parent} is missing or cannot be written"
+        why = "exists" if out.exists() else f"{out.parent} cannot be written"
         raise UserError(f"OUT {out}: {why}; name a new file")
 
 
@@ -176,10 +180,12 @@ def _publish(task: Task, examples: Sequence[Any], config: SampleConfig, answers:
         distinct += len(by_text)
         chat = conversation(task, examples, "train", index)._replace(rejected=None)
         rows += kept_rows(chat, [*by_text.values()], config, right)
-    write_json_lines(out, rows)
     never, always = times.count(0) / len(times), times.count(config.samples) / len(times)
     cut = sum(not answer.whole for answer in answers)
     shares = f"{never:.1%} never right, {1 - never - always:.1%} sometimes, {always:.1%} always"
     counts = f"{len(answers) - distinct:,} duplicates, {cut:,} cut" + " (raise --max-new-tokens)" * bool(cut)
     tell(f"sampled   {len(times):,} prompts, {config.samples} answers each: {shares}; {counts}", indent=10)
+    if not rows:
+        raise UserError(f"OUT {out}: no answer can be kept; train the model further, or see --samples and --threshold")
+    write_json_lines(out, rows)
     tell(f"wrote     {len(rows):,} rows to {out}", indent=10)

@@ -177,7 +177,7 @@ def is_tiny(model: str, *, init_from: str | None = None) -> bool:
 def resolved(config: Settings, task: Task | type[Task]) -> Settings:
     """Return the settings with a default for each None; `tiny` has its own defaults, and the task's `tiny_steps`."""
     tiny = is_tiny(config.model, init_from=config.init_from)
-    steps = {"max_steps": task.tiny_steps} if config.loss == "sft" else {}
+    steps = {} if config.init_from else {"max_steps": task.tiny_steps}  # as many as random weights need
     return config.resolved({**TINY_DEFAULTS, **steps} if tiny else {})
 
 

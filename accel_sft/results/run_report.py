@@ -30,12 +30,12 @@ COSTS = {
 }
 """An evaluation's numbers for time and memory, with their labels in a report; they say nothing about the answers."""
 
-PAIR_METRICS = ("chosen_logprob", "rejected_logprob", "pair_margin", "ranked_right")
-"""Recorded of pairs: mean log-probabilities of both answers in nats; the mean of --dpo-beta times the difference of
-their gains over the initial model; the share of pairs whose chosen answer gained more."""
 PAIR_LOSS = "pair_loss"
-"""The loss of the validation pairs; `eval_loss` is that of their chosen answers' tokens."""
-NOT_OF_ANSWERS = ("eval_loss", PAIR_LOSS, *PAIR_METRICS)
+PAIR_METRICS = (PAIR_LOSS, "chosen_logprob", "rejected_logprob", "pair_margin", "ranked_right")
+"""Recorded of pairs, as means: their loss, without the chosen answers' own (--dpo-sft-weight); log-probabilities of
+both answers in nats; --dpo-beta times the difference of their gains over the initial model; the share of pairs whose
+chosen answer gained more (an equal gain counts half)."""
+NOT_OF_ANSWERS = ("eval_loss", *PAIR_METRICS)
 """Metrics that are not computed from generated answers."""
 
 _TRAINING = {

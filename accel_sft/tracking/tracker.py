@@ -154,7 +154,8 @@ class Tracker(contextlib.AbstractContextManager):
         main = self.main_metric
         if main in quality:
             self._line.evaluated({main: quality[main]})
-        first = sorted(quality, key=lambda key: (key != main, key != "eval_loss"))[:_LOGGED]
+        order = [main, "eval_loss", "pair_margin", "ranked_right"]
+        first = sorted(quality, key=lambda key: order.index(key) if key in order else len(order))[:_LOGGED]
         self.log("  ".join([f"step {step}:", *(f"{key} {shown(quality[key])}" for key in first)]))
 
     def flush(self) -> None:

@@ -30,7 +30,7 @@ from accel_sft.launch.describe import layout_of
 from accel_sft.launch.groups import row_groups
 from accel_sft.launch.recordable import versions
 from accel_sft.models.source import hub_place, weights_identity
-from accel_sft.results.run_report import PAIR_LOSS, PAIR_METRICS
+from accel_sft.results.run_report import PAIR_METRICS
 from accel_sft.training.prepare import Prepared
 
 _KIND, _FILE = "reference", "log-probabilities.npy"
@@ -49,7 +49,7 @@ class Preference:
     reference: np.ndarray
 
     def __call__(self, model: torch.nn.Module, batch: Batch, rows: Sequence[Encoded]) -> torch.Tensor:
-        """The sums over a forward's pairs of the loss and of PAIR_METRICS, float32, (5,)."""
+        """The sums over a forward's pairs of the loss and of PAIR_METRICS, float32, (6,)."""
         log_probabilities = answer_log_probabilities(model, batch, rows)
         if not rows:  # a zero that is still connected to the weights
             return functional.pad(log_probabilities, (0, len(PAIR_METRICS)))
@@ -67,9 +67,10 @@ class Preference:
             losses = (differences - 1 / (2 * beta)) ** 2
         else:
             losses = -functional.logsigmoid(beta * differences)
-        losses = losses - self.config.dpo_sft_weight * log_probabilities[:, 0] / tokens[:, 0]
-        metrics = torch.stack([*log_probabilities.unbind(1), beta * differences, (differences > 0).float()])
-        return torch.cat([losses.sum()[None], metrics.detach().sum(1)])
+        own = self.config.dpo_sft_weight * log_probabilities[:, 0] / tokens[:, 0]
+        ranked_right = (differences.sign() + 1) / 2
+        metrics = torch.stack([losses, *log_probabilities.unbind(1), beta * differences, ranked_right])
+        return torch.cat([(losses - own).sum()[None], metrics.detach().sum(1)])
 
 
 def answer_log_probabilities(model: torch.nn.Module, batch: Batch, rows: Sequence[Encoded]) -> torch.Tensor:
@@ -115,7 +116,7 @@ class InitialModel:
         return Preference(self.config, self._reference(store, places))
 
     def validation_metrics(self, store: TokenStore) -> Callable[[torch.nn.Module, Batching], dict[str, float]]:
-        """A function that computes PAIR_LOSS and PAIR_METRICS of the validation pairs, as means over the pairs."""
+        """A function that computes PAIR_METRICS of the validation pairs."""
         wanted = {row.index for row in evaluated_rows(store, self.config.eval_limit)}
         places = np.array([place for place, row in enumerate(store) if row.index in wanted])
         loss = Preference(self.config, self._reference(store, places))
@@ -123,7 +124,7 @@ class InitialModel:
         def metrics(model: torch.nn.Module, batching: Batching) -> dict[str, float]:
             rows = store.take(places.tolist())
             sums = loss.sums(self._log_probabilities(model, batching, rows), rows)
-            return dict(zip((PAIR_LOSS, *PAIR_METRICS), (sums.double() / len(rows)).tolist(), strict=True))
+            return dict(zip(PAIR_METRICS, (sums[1:].double() / len(rows)).tolist(), strict=True))
 
         return metrics
 

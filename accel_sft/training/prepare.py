@@ -148,7 +148,7 @@ class Prepared:
             *(self.assembly.template.lines if self.assembly.template else []),
             *train.lines(),
             *validation.lines(),
-            *(self.pairs.lines() if self.pairs else []),
+            *(line for line in (self.pairs.lines() if self.pairs else ()) if line not in validation.lines()),
             *([limit_line] if self.beyond_limit else []),
             *([repeated] if min(plan.global_batch_size, plan.stream_length or math.inf) > plan.epoch_rows else []),
             *([f"--mix: {in_words(plan)}"] if config.mix else []),
@@ -240,8 +240,8 @@ def _encoded(
     if assembly.config.loss == "sft":
         encodings = encode(train, "train"), encode(validation, "validation"), None
         if unpaired := encodings[0].unpaired:
-            others = f" (and {len(unpaired) - 1:,} more)" if unpaired[1:] else ""
-            raise UserError(*with_places([f"train example {unpaired[0]}{others}: {UNPAIRED}"], train, "train"))
+            line = f"train example {unpaired[0]}: {UNPAIRED} ({len(unpaired):,} such rows)"
+            raise UserError(*with_places([line], train, "train"))
         return encodings
     of_pairs = encode.of_pairs()
     pairs, chosen = of_pairs(train, "train"), encode(validation, "validation")

@@ -30,7 +30,7 @@ from accel_sft.models.pretrained import auto_class, processor_files, stored_dtyp
 from accel_sft.models.tokenizer import left_out, sentencepiece_file
 from accel_sft.resilience.anomalies import Anomalies
 from accel_sft.resilience.signals import Interruption, StopSignals
-from accel_sft.results.run_report import PAIR_METRICS
+from accel_sft.results.run_report import PAIR_LOSS, PAIR_METRICS
 from accel_sft.tracking.system import peak_memory_gib
 from accel_sft.tracking.time_spent import BATCHES, PAUSE, span, taken
 from accel_sft.tracking.tracker import Tracker
@@ -302,7 +302,8 @@ class Trainer:
         if state.step == 0:
             state.before = state.latest
             return
-        metric, loss = evaluation.metrics[self.task.main_metric], evaluation.metrics["eval_loss"]
+        metric = evaluation.metrics[self.task.main_metric]
+        loss = evaluation.metrics.get(PAIR_LOSS, evaluation.metrics["eval_loss"])
         if math.isnan(metric):
             self.tracker.log(f"step {state.step}: {self.task.main_metric} is NaN, which is never the best")
         if state.update_best(metric, loss, self.task.higher_is_better):

@@ -131,16 +131,17 @@ def test_every_launch_draws_the_same_curve(preferring, tmp_path, options):
     )
     same_curve(preferring.lines(), run.lines())
     for ours, theirs in zip(preferring.lines("pair_margin"), run.lines("pair_margin"), strict=True):
-        for name in PAIR_METRICS[:3]:  # at step 1 rounding alone ranks the answers
+        for name in PAIR_METRICS[:4]:  # at step 1 rounding alone ranks the answers
             assert theirs[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-5), name
 
 
 def test_untrained_model_is_its_own_reference(preferring):
     before, *_, after = preferring.lines("eval_loss")
-    assert (before["pair_margin"], before["ranked_right"]) == (0, 0)
-    assert before["pair_loss"] == pytest.approx(math.log(2) + 0.1 * before["eval_loss"], rel=0.02)
+    assert (before["pair_margin"], before["ranked_right"]) == (0, 0.5)
+    assert before["pair_loss"] == pytest.approx(math.log(2))
     first = preferring.lines()[0]
     assert first["pair_margin"] == pytest.approx(0, abs=1e-5)
+    assert first["loss"] == pytest.approx(math.log(2) + 0.1 * before["eval_loss"], rel=0.02)
     assert after["pair_margin"] > 0.01
     assert after["ranked_right"] > 0.5
 
@@ -241,7 +242,7 @@ def test_odd_rejected_answers_are_refused(tokenizer, rejected, problem):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ((), "train example 0: it has a rejected answer, which --loss sft .* add --loss dpo"),
+        ((), "train example 0: a rejected answer is not learnt; add --loss dpo, .* .1 such rows"),
         (("--dpo-beta", "0.2"), "--dpo-beta works only with --loss dpo or ipo"),
         (("--loss", "dpo", "--given", "none"), "train: no example is left to use"),
         (("--loss", "dpo", "--dpo-beta", "0"), "--dpo-beta"),
@@ -268,5 +269,5 @@ def test_check_knows_pairs(called):
     (row, *_) = report["examples"]
     assert row["text"].count("⟦") == 2
     plain = called("check", f"{__file__}:Answers", "--given", "right")
-    plain.says("D205 .* it has a rejected answer")
+    plain.says("D205 .* a rejected answer is not learnt")
     assert plain.status == 1

@@ -124,7 +124,7 @@ def shown_rows(encoding: StoredEncoding, tokenizer: Any, count: int) -> list[Sho
             example_name(encoding.examples, encoding.split, row.index),
             len(row.input_ids),
             row.supervised_tokens,
-            _marked(tokenizer, row),
+            "\n".join(_marked(tokenizer, sequence) for sequence in row.sequences),
         )
         for row in encoding.kept[:count]
     ]
