@@ -183,6 +183,10 @@ def test_rows_that_are_kept():
     assert [pair[side][0]["content"] for side in ("chosen", "rejected")] == ["right", "bad"]
     assert (pair["prompt"], pair["score_chosen"], pair["score_rejected"]) == (chat.turns, {"m": 1.0}, {"m": 0.0})
     assert "messages" not in pair
+    chat = Conversation(chat.turns, chat.answer, continued=True)  # a text stays a text
+    assert all(row["completion"] == text for row, text in zip(kept(), texts(everything), strict=True))
+    (pair,) = kept(keep="pairs")
+    assert [pair[side] for side in ("prompt", "chosen", "rejected")] == [chat.turns[0]["content"], "right", "bad"]
     assert kept(all_answers[:3], keep="pairs") == kept(all_answers[2:3], keep="pairs") == []
 
 
@@ -220,7 +224,8 @@ def test_what_cannot_be_sampled_is_refused_or_left_out_by_name(run, called, tmp_
     assert called(*words(run), new, "--dry-run").status == 0
     turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "one"}]
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    rows = [{"messages": [turns[0], {"role": "assistant", "tool_calls": [call]}]}, {"text": "raw"}, {"messages": turns}]
+    rows = [{"messages": [turns[0], {"role": "assistant", "tool_calls": [call]}]}, {"text": "raw"}]
+    rows.append({"prompt": "1", "completion": "one"})
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "validation.jsonl").write_text(json.dumps(rows[2]) + "\n")
     files = ("--train-file", f"{tmp_path}/train.jsonl", "--validation-file", f"{tmp_path}/validation.jsonl")
