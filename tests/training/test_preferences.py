@@ -142,6 +142,7 @@ def test_untrained_model_is_its_own_reference(preferring):
     assert (first["pair_margin"], first["ranked_right"]) == (0, 0)
     assert after["pair_margin"] > 0.01
     assert after["ranked_right"] > 0.5
+    assert "\n- dpo\n" in (preferring.run_dir / "final" / "README.md").read_text()
 
 
 def test_resumed_run_has_the_same_bits_with_and_without_its_cache(preferring, tmp_path):
