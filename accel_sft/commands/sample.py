@@ -137,6 +137,8 @@ def _usable(task: Task, examples: Sequence[Any], config: SampleConfig, rows: lis
         tell(f"left out: {len(left):,} examples {why} (the first: {example_name(examples, 'train', left[0])})")
     if not usable:
         raise UserError("sample: no training example is left to sample; the lines above say why")
+    target = wanted(conversation(task, examples, "train", usable[0]), config.thinking)
+    _scored(task, examples, usable[0], target, True, 0.0)  # a task that cannot score one answer fails before sampling
     return usable
 
 

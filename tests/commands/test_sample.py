@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from conftest import finished
 from models import Sums, encode
-from reference_job import layout
+from reference_job import layout, own_task
 from scipy.stats import chisquare
 from served_model import Served, serving
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -237,4 +237,8 @@ def test_what_cannot_be_sampled_is_refused_or_left_out_by_name(run, called, tmp_
     assert "no training example is left" in said
     losses = called("sample", "chat", "--model", str(run), *files, "--metric", "perplexity", new)
     assert "perplexity scores no answers" in " ".join(losses.output.split())
+    own = own_task(tmp_path, "def aggregate(self, scores):\n    return {'accuracy': 1 / (len(scores) - 1)}")
+    together = called("sample", own, "--model", str(run), "--rows", "3", new)
+    assert (together.status, "aggregate() failed" in together.output) == (1, True)
+    assert "answers: " not in together.output  # nothing was sampled
     assert not (tmp_path / "new.jsonl").exists()
