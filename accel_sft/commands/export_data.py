@@ -43,10 +43,12 @@ def chat_row(chat: Conversation) -> dict[str, Any]:
     beside = {name: value for name, value in beside.items() if value}
     if not chat.turns:
         return {"text": chat.target}
-    if chat.rejected:
-        return {"prompt": chat.turns, "chosen": [chat.answer], "rejected": [chat.rejected], **beside}
+    answers = {"chosen": chat.answer, "rejected": chat.rejected} if chat.rejected else {"completion": chat.answer}
     if chat.continued:
-        return {"prompt": chat.turns[0]["content"], "completion": chat.target}
+        prompt, texts = chat.turns[0]["content"], {name: turn["content"] for name, turn in answers.items()}
+        return {"prompt": prompt, **texts, **beside}
+    if chat.rejected:
+        return {"prompt": chat.turns, **{name: [turn] for name, turn in answers.items()}, **beside}
     learnt = {*chat.learnt, len(chat.turns)}
     messages = [
         {**turn, "weight": 0} if turn["role"] == "assistant" and at not in learnt else turn

@@ -131,7 +131,7 @@ def _usable(task: Task, examples: Sequence[Any], config: SampleConfig, rows: lis
     left_out, usable = dict[str, list[int]](), list[int]()
     for index, *_ in evaluated_rows(rows, config.rows):
         chat = conversation(task, examples, "train", index)
-        if chat.images or chat.calls or chat.continued or not chat.turns or (config.url and chat.variables):
+        if chat.images or chat.calls or not chat.turns or (config.url and chat.variables):
             left_out.setdefault("have images, raw text or tool calls, which cannot be sampled", []).append(index)
         elif json.dumps(chat.turns, default=str) in held_out:
             left_out.setdefault("have a prompt of the validation split", []).append(index)
@@ -141,6 +141,8 @@ def _usable(task: Task, examples: Sequence[Any], config: SampleConfig, rows: lis
         tell(f"left out: {len(left):,} examples {why} (the first: {example_name(examples, 'train', left[0])})")
     if not usable:
         raise UserError("sample: no training example is left to sample; the lines above say why")
+    target = wanted(conversation(task, examples, "train", usable[0]), config.thinking)
+    _scored(task, examples, usable[0], target, True, 0.0)  # a task that cannot score one answer fails before sampling
     return usable
 
 
@@ -160,8 +162,7 @@ def kept_rows(chat: Conversation, answers: list[Answer], config: SampleConfig, r
         worst = min(others, key=lambda answer: (answer.value, len(answer.text)), default=None)
         if not (best and worst):
             return []
-        row = {"prompt": chat.turns, "chosen": [best.turn], "rejected": [worst.turn]} | chat_row(chat)
-        del row["messages"]
+        row = chat_row(chat._replace(answer=best.turn, rejected=worst.turn))
         return [row | {"score_chosen": best.score, "score_rejected": worst.score}]
     if config.keep == "best":
         usable.sort(key=lambda answer: -answer.likelihood if config.prefer == "likeliest" else len(answer.text))

@@ -47,7 +47,7 @@ def model_card(
         base_model=base_model if on_hub else None,
         library_name="transformers" if adapter == "none" else "peft",
         pipeline_tag="text-generation" if text_model else "image-text-to-text",
-        tags=["accel_sft", "sft"],
+        tags=["accel_sft", settings.get("loss", "sft")],
         accel_sft=dict(asked),
     )
     base = f"`{Path(base_model).name}`"

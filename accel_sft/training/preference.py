@@ -129,22 +129,25 @@ class InitialModel:
         return metrics
 
     def _reference(self, store: TokenStore, places: np.ndarray) -> np.ndarray:
-        """`Preference.reference` of the pairs at these places of the store: from the cache, or computed now."""
-        accelerator, parts = self.accelerator, [places[at : at + _AT_ONCE] for at in range(0, len(places), _AT_ONCE)]
-        key = decided_by_main(accelerator, lambda: self._key(store, places))
-        values = decided_by_main(accelerator, lambda: _kept(key) if key else None)
-        if values is None:
-            self.log(f"reference: computing the initial model's log-probabilities of {len(places):,} pairs, once")
-            rows_of = (store.take(part.tolist()) for part in parts)
-            values = np.concatenate(
-                [self._log_probabilities(self.model, self.batching, rows).numpy() for rows in rows_of]
-            )
-            if key:
-                decided_by_main(accelerator, lambda: _keep(key, values))
-        indices = [row.index for part in parts for row in store.take(part.tolist())]
+        """`Preference.reference` of the pairs at these places of the store, in parts: a killed run loses one."""
+        key, indices, values = decided_by_main(self.accelerator, lambda: self._key(store, places)), [], []
+        for at in range(0, len(places), _AT_ONCE):
+            rows = store.take(places[at : at + _AT_ONCE].tolist())
+            indices += [row.index for row in rows]
+            values.append(self._of_part(rows, key and f"{key}-{at}"))
         reference = np.full((max(indices) + 1, 2), np.nan, np.float32)
-        reference[indices] = values
+        reference[indices] = np.concatenate(values)
         return reference
+
+    def _of_part(self, rows: Sequence[Encoded], key: str | None) -> np.ndarray:
+        """The log-probabilities of these pairs' answers, (pairs, 2): from the cache, or computed now."""
+        values = decided_by_main(self.accelerator, lambda: _kept(key) if key else None)
+        if values is None:
+            self.log(f"reference: computing the initial model's log-probabilities of {len(rows):,} pairs, once")
+            values = self._log_probabilities(self.model, self.batching, rows).numpy()
+            if key:
+                decided_by_main(self.accelerator, lambda: _keep(key, values))
+        return values
 
     def _log_probabilities(self, model: torch.nn.Module, batching: Batching, rows: Sequence[Encoded]) -> torch.Tensor:
         """The log-probabilities of all rows' answers on every rank, on the CPU, float32 (pairs, 2)."""
@@ -183,6 +186,11 @@ def _kept(key: str) -> np.ndarray | None:
 
 
 def _keep(key: str, values: np.ndarray) -> None:
-    with cache.partial(_KIND) as folder:
-        np.save(folder / _FILE, values)
-        cache.publish(folder, _KIND, key, {"pairs": len(values)})
+    try:
+        with cache.partial(_KIND) as folder:
+            np.save(folder / _FILE, values)
+            cache.publish(folder, _KIND, key, {"pairs": len(values)})
+    except OSError as error:
+        cache.log(
+            f"reference: not kept in {cache.folder()} ({error.strerror or error}); a resumed run computes it again"
+        )

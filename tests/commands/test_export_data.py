@@ -37,21 +37,22 @@ def chats(folder, learn, unlearnt=()):
     return Chat(**files, learn=learn)
 
 
-def pairs(folder):
-    """A chat with two answers, the chosen one with a call."""
-    row = {"prompt": TURNS[:4], "chosen": TURNS[4:5], "rejected": [TURNS[2]], "tools": TOOLS}
+def pairs(folder, row=None):
+    """A row with two answers: by default a chat, whose chosen answer has a call."""
+    row = row or {"prompt": TURNS[:4], "chosen": TURNS[4:5], "rejected": [TURNS[2]], "tools": TOOLS}
     for split in ("train", "validation"):
         (folder / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
     return Chat(**{f"{split}_file": str(folder / f"{split}.jsonl") for split in ("train", "validation")})
 
 
-@pytest.mark.parametrize("name", ["math", "chat, the last answer", "chat, some answers", "pairs"])
+@pytest.mark.parametrize("name", ["math", "chat, the last answer", "chat, some answers", "pairs", "pairs of texts"])
 def test_chat_trains_on_exported_files_as_the_task_did(name, tmp_path, capsys):
     task = {
         "math": lambda: Math(train_examples=50, validation_examples=5),
         "chat, the last answer": lambda: chats(tmp_path, "last"),
         "chat, some answers": lambda: chats(tmp_path, "every", [2]),
         "pairs": lambda: pairs(tmp_path),
+        "pairs of texts": lambda: pairs(tmp_path, {"prompt": "Once", "chosen": " upon", "rejected": " more"}),
     }[name]()
     export_data.run(task, str(tmp_path / "rows"))
     files = {f"{split}_file": str(tmp_path / "rows" / f"{split}.jsonl") for split in export_data.SPLITS}
@@ -65,7 +66,7 @@ def test_chat_trains_on_exported_files_as_the_task_did(name, tmp_path, capsys):
             turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in actual.turns]
             assert (turns, actual.answer) == (expected.turns, expected.answer)
             assert (actual.learnt, actual.tools) == (expected.learnt, expected.tools)
-            assert actual.rejected == expected.rejected
+            assert (actual.rejected, actual.continued) == (expected.rejected, expected.continued)
 
 
 def test_template_variables_and_texts_to_continue_are_exported(tmp_path):

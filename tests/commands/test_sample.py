@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from conftest import finished
 from models import Sums, encode
-from reference_job import layout
+from reference_job import layout, own_task
 from scipy.stats import chisquare
 from served_model import Served, serving
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -183,6 +183,10 @@ def test_rows_that_are_kept():
     assert [pair[side][0]["content"] for side in ("chosen", "rejected")] == ["right", "bad"]
     assert (pair["prompt"], pair["score_chosen"], pair["score_rejected"]) == (chat.turns, {"m": 1.0}, {"m": 0.0})
     assert "messages" not in pair
+    chat = Conversation(chat.turns, chat.answer, continued=True)  # a text stays a text
+    assert all(row["completion"] == text for row, text in zip(kept(), texts(everything), strict=True))
+    (pair,) = kept(keep="pairs")
+    assert [pair[side] for side in ("prompt", "chosen", "rejected")] == [chat.turns[0]["content"], "right", "bad"]
     assert kept(all_answers[:3], keep="pairs") == kept(all_answers[2:3], keep="pairs") == []
 
 
@@ -221,7 +225,8 @@ def test_what_cannot_be_sampled_is_refused_or_left_out_by_name(run, called, tmp_
     assert called(*words(run), new, "--dry-run").status == 0
     turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "one"}]
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    rows = [{"messages": [turns[0], {"role": "assistant", "tool_calls": [call]}]}, {"text": "raw"}, {"messages": turns}]
+    rows = [{"messages": [turns[0], {"role": "assistant", "tool_calls": [call]}]}, {"text": "raw"}]
+    rows.append({"prompt": "1", "completion": "one"})
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "validation.jsonl").write_text(json.dumps(rows[2]) + "\n")
     files = ("--train-file", f"{tmp_path}/train.jsonl", "--validation-file", f"{tmp_path}/validation.jsonl")
@@ -233,4 +238,8 @@ def test_what_cannot_be_sampled_is_refused_or_left_out_by_name(run, called, tmp_
     assert "no training example is left" in said
     losses = called("sample", "chat", "--model", str(run), *files, "--metric", "perplexity", new)
     assert "perplexity scores no answers" in " ".join(losses.output.split())
+    own = own_task(tmp_path, "def aggregate(self, scores):\n    return {'accuracy': 1 / (len(scores) - 1)}")
+    together = called("sample", own, "--model", str(run), "--rows", "3", new)
+    assert (together.status, "aggregate() failed" in together.output) == (1, True)
+    assert "answers: " not in together.output  # nothing was sampled
     assert not (tmp_path / "new.jsonl").exists()

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from conftest import finished
 from forwards import CPU, WAYS, batching_of
 from PIL import Image
 from places import CONFIGS
-from reference_job import FP32, JOB, ONCE, SHARDED, goes_on_to_the_same_bits, own_task, same_curve
+from reference_job import FP32, JOB, ONCE, SHARDED, goes_on_to_the_same_bits, own_task, same_curve, same_weights
 
 from accel_sft import Task, UserError, option
 from accel_sft.api.config import TrainConfig
@@ -25,6 +26,7 @@ from accel_sft.launch.audit import audit
 from accel_sft.launch.info import launch_of_yaml
 from accel_sft.models.prefix_attention import install
 from accel_sft.results.run_report import PAIR_METRICS
+from accel_sft.training import preference as preferences
 from accel_sft.training.preference import Preference
 
 install(CPU)
@@ -144,6 +146,7 @@ def test_untrained_model_is_its_own_reference(preferring):
     assert first["loss"] == pytest.approx(math.log(2) + 0.1 * before["eval_loss"], rel=0.02)
     assert after["pair_margin"] > 0.01
     assert after["ranked_right"] > 0.5
+    assert "\n- dpo\n" in (preferring.run_dir / "final" / "README.md").read_text()
 
 
 def test_resumed_run_has_the_same_bits_with_and_without_its_cache(preferring, tmp_path):
@@ -221,6 +224,23 @@ def test_pairs_that_teach_nothing_are_left_out_and_counted(tokenizer):
     cut = encoded(tokenizer, "long", truncation="right", max_length=40)
     assert (len(cut.kept), cut.cut) == (1, [0])
     assert [len(row.input_ids) for row in cut.kept[0].sequences] == [pytest.approx(20, abs=15), 40]
+
+
+def test_reference_is_kept_in_parts_if_the_cache_can_be_written(called, tmp_path, monkeypatch):
+    monkeypatch.setattr(preferences, "_AT_ONCE", 1)
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "cache"))
+    words = (f"{__file__}:Answers", "--given", "right,again,equal", "--loss", "dpo", "--max-steps", "1")
+    first = called(*words, run_dir=tmp_path / "first")
+    assert first.output.count("reference: computing") == 2  # the validation pairs are the same
+    first.says("pairs of validation: 1 left out: the chosen and the rejected answer are equal")
+    kept = sorted((tmp_path / "cache" / "reference").iterdir())
+    shutil.rmtree(kept[0])
+    again = called(*words, run_dir=tmp_path / "again")
+    assert again.output.count("reference: computing") == 1
+    same_weights(tmp_path / "first", tmp_path / "again")
+    shutil.rmtree(kept[0].parent)
+    kept[0].parent.write_text("not a folder")
+    called(*words, run_dir=tmp_path / "third").says("reference: not kept in .*File exists")
 
 
 @pytest.mark.parametrize(
