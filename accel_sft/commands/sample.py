@@ -45,7 +45,7 @@ class Answer(NamedTuple):
 
     @property
     def usable(self) -> bool:
-        return self.whole and bool(self.text.strip())
+        return self.whole and bool(self.text.strip()) and "\ufffd" not in self.text  # of tokens that are no UTF-8
 
     @property
     def turn(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,8 @@ from accel_sft.results.run_report import PAIR_METRICS
 from accel_sft.training.prepare import Prepared
 
 _KIND, _FILE = "reference", "log-probabilities.npy"
-_DECIDE = ("adapter", "dtype", "load_in_4bit", "attn_implementation", "use_liger_kernel", "compile", "chat_template")
+_DECIDE: tuple[str, ...] = ("adapter", "dtype", "load_in_4bit", "attn_implementation", "use_liger_kernel", "compile")
+_DECIDE += ("chat_template", "batching", "micro_batch_size", "global_batch_size")
 """Settings that change the bits of the initial model's log-probabilities."""
 _AT_ONCE = 4096
 """Number of pairs that are divided into forwards together."""
@@ -175,8 +177,17 @@ class InitialModel:
         weights = [weights_identity(name) or (hub_place(name) or (None, None))[1] for name in folders]
         settings = {name: getattr(config, name) for name in _DECIDE}
         seed = config.seed if config.chat_template else None  # decides the embeddings of new tokens
-        parts = [store.fingerprint, hashlib.sha256(places.tobytes()).hexdigest(), weights, settings, seed, versions()]
-        parts += [dataclasses.asdict(self.batching), layout_of(self.accelerator), torch.get_num_threads()]
+        parts: list[Any] = [
+            store.fingerprint,
+            hashlib.sha256(places.tobytes()).hexdigest(),
+            weights,
+            settings,
+            seed,
+            versions(),
+        ]
+        # without the size of forwards, which a lack of memory may lower in a resumed run
+        parts += [self.batching.layout, self.batching.attention, self.batching.head]
+        parts += [layout_of(self.accelerator), self.accelerator.device.type, torch.get_num_threads()]
         return hashlib.sha256(json.dumps(parts, default=repr).encode()).hexdigest()[:32] if all(weights) else None
 
 
