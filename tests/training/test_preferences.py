@@ -284,8 +284,9 @@ def test_check_knows_pairs(called):
     given = ("--given", "right,again,equal,none,long,swapped", "--max-length", "60")
     run = called("check", f"{__file__}:Answers", *given, "--loss", "dpo", "--json")
     report, _ = json.JSONDecoder().raw_decode(run.output[run.output.index("{") :])
-    found = {(f["code"], row["index"]) for f in report["findings"] for row in f["rows"] if f["split"] == "train"}
-    assert found == {("D301", 4), ("D310", 3), ("D311", 2), ("D501", 5), ("D503", 5)}
+    found = {(f["code"], f["split"], row["index"]) for f in report["findings"] for row in f["rows"]}
+    both = {("D301", 4), ("D310", 3), ("D311", 2), ("D501", 5), ("D503", 5)}
+    assert found >= {(code, split, index) for code, index in both for split in ("train", "validation")}
     (row, *_) = report["examples"]
     assert row["text"].count("⟦") == 2
     plain = called("check", f"{__file__}:Answers", "--given", "right")

@@ -16,6 +16,7 @@ import accel_sft
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.api.tool_configs import CheckConfig
+from accel_sft.chat.conversation import conversation
 from accel_sft.chat.form import HEADER_LEARNT
 from accel_sft.data.token_store import StoredEncoding
 from accel_sft.evaluation.scoring import limits_on_scores
@@ -121,7 +122,10 @@ class Audit:
         """Tokenize a split, and check its tokens."""
         examples, tokenizer, folder = self.splits[split], assembly.tokenizer, self.folder / f"tokens-{split}"
         folder.mkdir()
-        encode = assembly.encode if self.config.loss == "sft" or split != "train" else assembly.encode.of_pairs()
+        encode = assembly.encode
+        chats = (conversation(self.task, examples, split, index) for index in np.flatnonzero(readable).tolist())
+        if self.config.loss != "sft" and (split == "train" or any(chat.rejected for chat in chats)):
+            encode = encode.of_pairs()
         encoding = encode_split(encode, examples, readable, split, self.findings, self.config.truncation, folder)
         self.encodings[split] = encoding
         if encoding is None:
