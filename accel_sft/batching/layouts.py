@@ -71,7 +71,7 @@ class Layout(abc.ABC):
         return f"the model has layers without full attention ({limited})" if limited else None
 
     def rows(self, examples: Sequence[Encoded]) -> Sequence[Encoded]:
-        """The rows of a forward of these examples: a pair is two rows."""
+        """The rows that the layout makes of these examples: two of a pair, unless its one sequence forks."""
         return sequences(examples)
 
     def prefix(self, examples: Sequence[Encoded]) -> int:

@@ -111,10 +111,7 @@ class _Encoder:
                 rows, short = ([*itertools.chain(*every)] if all(every) else [] for every in (rows_of, short_of))
             else:
                 rows = short = [] if self.rules.pairs else self._windows(index, chat.target)
-            reason = NO_REJECTED if self.rules.pairs and not chats else self._left_out(chat, rows, short)
-            if self.rules.pairs and not reason and short[0].input_ids == short[1].input_ids:
-                reason = EQUAL_ANSWERS
-            if reason:
+            if reason := self._left_out(chat, rows, short):
                 result.left_out[reason].append(index)
                 continue
             encoded_rows += [_pair(short, self._name(index))] if self.rules.pairs else short
@@ -138,13 +135,17 @@ class _Encoder:
 
     def _left_out(self, chat: Conversation, rows: list[Encoded], short: list[Encoded]) -> str | None:
         """Return why an example is left out, or None if it is kept; `short` are its `rows`, cut to `--max-length`."""
+        if self.rules.pairs and not (chat.turns and chat.rejected):
+            return NO_REJECTED
         if not rows:
             return NOTHING_TO_LEARN if not chat.turns and chat.target.strip() else EMPTY_ANSWER
         if not short:
             return self.rules.too_long
         if chat.turns and not all(row.input_ids[begin : end - 1] for row in rows for begin, end in row.spans):
             return NOTHING_TO_LEARN  # an answer has only its end token
-        return None if all(row.spans[0][0] for row in rows) else NO_PROMPT
+        if not all(row.spans[0][0] for row in rows):
+            return NO_PROMPT
+        return EQUAL_ANSWERS if self.rules.pairs and short[0].input_ids == short[1].input_ids else None
 
     def _windows(self, index: int, text: str) -> list[Encoded]:
         """Return a text and the tokenizer's eos as rows of at most `--max-length` tokens; [] for a blank text. Each row

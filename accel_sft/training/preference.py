@@ -22,7 +22,7 @@ from accel_sft.batching.collate import Batch
 from accel_sft.batching.device_memory import forwards_alone, in_halves
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll
-from accel_sft.chat.encoded import Encoded, sequences
+from accel_sft.chat.encoded import Encoded
 from accel_sft.data.token_store import TokenStore
 from accel_sft.evaluation.evaluator import evaluated_rows
 from accel_sft.io import cache
@@ -62,13 +62,9 @@ class Preference:
         beta, device = self.config.dpo_beta, log_probabilities.device
         tokens = torch.tensor(_answer_tokens(rows), device=device).view(-1, 2)
         gains = log_probabilities - torch.from_numpy(self.reference[[row.index for row in rows]]).to(device)
-        if self.config.loss == "ipo":
-            gains = gains / tokens
-        differences = gains[:, 0] - gains[:, 1]
-        if self.config.loss == "ipo":
-            losses = (differences - 1 / (2 * beta)) ** 2
-        else:
-            losses = -functional.logsigmoid(beta * differences)
+        ipo = self.config.loss == "ipo"  # which compares means over an answer's tokens
+        differences = torch.sub(*(gains / tokens if ipo else gains).unbind(1))
+        losses = (differences - 1 / (2 * beta)) ** 2 if ipo else -functional.logsigmoid(beta * differences)
         own = self.config.dpo_sft_weight * log_probabilities[:, 0] / tokens[:, 0]
         ranked_right = (differences.sign() + 1) / 2
         metrics = torch.stack([losses, *log_probabilities.unbind(1), beta * differences, ranked_right])
@@ -88,7 +84,7 @@ def answer_log_probabilities(model: torch.nn.Module, batch: Batch, rows: Sequenc
 
 def _answer_tokens(rows: Sequence[Encoded]) -> list[int]:
     """The number of tokens of each answer, in the order of a forward's targets."""
-    return [row.answer_tokens for row in sequences(rows)]
+    return [end - begin for row in rows for begin, end in row.spans]
 
 
 class InitialModel:
@@ -119,8 +115,9 @@ class InitialModel:
 
     def validation_metrics(self, store: TokenStore) -> Callable[[torch.nn.Module, Batching], dict[str, float]]:
         """A function that computes PAIR_METRICS of the validation pairs."""
-        wanted = {row.index for row in evaluated_rows(store, self.config.eval_limit)}
-        places = np.array([place for place, row in enumerate(store) if row.index in wanted])
+        every = store[:]
+        wanted = {row.index for row in evaluated_rows(every, self.config.eval_limit)}
+        places = np.array([place for place, row in enumerate(every) if row.index in wanted])
         loss = Preference(self.config, self._reference(store, places))
 
         def metrics(model: torch.nn.Module, batching: Batching) -> dict[str, float]:
@@ -177,14 +174,8 @@ class InitialModel:
         weights = [weights_identity(name) or (hub_place(name) or (None, None))[1] for name in folders]
         settings = {name: getattr(config, name) for name in _DECIDE}
         seed = config.seed if config.chat_template else None  # decides the embeddings of new tokens
-        parts: list[Any] = [
-            store.fingerprint,
-            hashlib.sha256(places.tobytes()).hexdigest(),
-            weights,
-            settings,
-            seed,
-            versions(),
-        ]
+        rows = store.fingerprint, hashlib.sha256(places.tobytes()).hexdigest()
+        parts: list[Any] = [*rows, weights, settings, seed, versions()]
         # without the size of forwards, which a lack of memory may lower in a resumed run
         parts += [self.batching.layout, self.batching.attention, self.batching.head]
         parts += [layout_of(self.accelerator), self.accelerator.device.type, torch.get_num_threads()]

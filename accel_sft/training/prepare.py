@@ -139,7 +139,8 @@ class Prepared:
         examples = examples if config.loss == "sft" else "pairs"
         read = train.kept.examples + sum(map(len, train.left_out.values()))
         limit_line = f"--train-limit {config.train_limit}: {read:,} of {read + self.beyond_limit:,} {examples}"
-        of_pairs = [line for line in self.pairs.lines() if line not in validation.lines()] if self.pairs else []
+        evaluation = validation.lines()
+        of_pairs = [line for line in self.pairs.lines() if line not in evaluation] if self.pairs else []
         repeated = f"--global-batch-size {plan.global_batch_size} is more than the number of rows: a step repeats rows"
         merged = "the adapter is merged into its base, and all weights are trained (to train the adapter: --adapter)"
         return [
@@ -148,7 +149,7 @@ class Prepared:
             *([merged] if self.assembly.source.adapter and config.adapter == "none" else []),
             *(self.assembly.template.lines if self.assembly.template else []),
             *train.lines(),
-            *validation.lines(),
+            *evaluation,
             *(f"pairs of {line}" for line in of_pairs),
             *([limit_line] if self.beyond_limit else []),
             *([repeated] if min(plan.global_batch_size, plan.stream_length or math.inf) > plan.epoch_rows else []),

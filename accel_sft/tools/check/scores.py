@@ -39,9 +39,10 @@ class OwnScores:
         scores: dict[int, dict[str, Any]] = {}
         values: dict[int, float] = {}
         for index in indices:
-            answer = self._answer(split, index)
-            if answer is None:
+            chat = conversation(self.task, self.splits[split], split, index)
+            if chat.calls:
                 continue
+            answer = wanted(chat, self._thinking)
             try:
                 scores[index] = scored(self.task, self.splits[split], index, answer, split)
             except UserError as error:
@@ -52,7 +53,9 @@ class OwnScores:
                 return
             if not math.isnan(value):
                 values[index] = value
-                self._compare_rejected(split, index, value, findings)
+                if chat.rejected:
+                    other = wanted(chat._replace(answer=chat.rejected), self._thinking)
+                    self._compare_rejected(split, index, value, other, findings)
         if not values:
             return
         least, most, higher = min(values.values()), max(values.values()), self.task.higher_is_better
@@ -64,12 +67,8 @@ class OwnScores:
                 detail = f"{self.task.main_metric} {value:.4g}, not {perfect:.4g}: "
                 findings.add("D501", split, index, detail + shortened(self._answer(split, index) or ""), grade=grade)
 
-    def _compare_rejected(self, split: str, index: int, value: float, findings: Findings) -> None:
-        """Report an example whose rejected answer has a better value than its expected answer's `value`."""
-        chat = conversation(self.task, self.splits[split], split, index)
-        if not chat.rejected:
-            return
-        text = wanted(chat._replace(answer=chat.rejected), self._thinking)
+    def _compare_rejected(self, split: str, index: int, value: float, text: str, findings: Findings) -> None:
+        """Report an example whose rejected answer `text` has a better value than its expected answer's `value`."""
         try:
             other = self._metric([scored(self.task, self.splits[split], index, text, split)])
         except UserError:  # an answer that cannot be scored is no better
